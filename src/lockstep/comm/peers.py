@@ -1,0 +1,200 @@
+"""Who else is in this world, and how to wait for them without waiting for ever.
+
+A wait is cut into slices of a second. Between slices a worker looks whether its peers are there: those of its own
+host by process id (a killed process is seen at once, whatever the backend makes of it), those of other hosts by
+what they left in the store. A wait therefore ends in one of three ways: the result; `WorkerLost` naming who died
+or left; `WorkerLost` at the deadline, naming who did not answer. Nothing here runs on the path of a step that
+takes less than a second.
+
+What the store holds, one writer per key: `left/R` is written by worker R when it leaves; `call` is set by anybody
+whose connection broke or whose deadline has passed; `here/R` is worker R's answer to the call, given between two
+slices of its own wait or when its own wait fails. A worker that is neither waiting nor gone does not answer within
+the grace time: it is named as not answering, not as dead.
+"""
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from lockstep.errors import WorkerLost
+
+SLICE = timedelta(seconds=1)
+GRACE = timedelta(seconds=4)
+"""How long a worker whose connection broke looks for the cause before it says that it found none."""
+
+
+class Waitable(Protocol):
+    """What torch.distributed returns for an asynchronous operation."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Block until done; raises RuntimeError on failure or when `timeout` is over."""
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or badly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One worker's process."""
+
+    rank: int
+    host: str
+    """Name of the host and of its process-id namespace: equal means that process ids can be compared."""
+    pid: int
+    started: int
+    """Start time in clock ticks, so that a reused process id is not taken for the worker."""
+
+    @classmethod
+    def me(cls, rank: int) -> "Peer":
+        """This process."""
+        try:
+            namespace = os.stat("/proc/self/ns/pid").st_ino
+        except OSError:
+            namespace = 0
+        return cls(rank, f"{socket.gethostname()}/{namespace}", os.getpid(), _start_time(os.getpid()) or 0)
+
+    def is_dead(self) -> bool:
+        """Whether the process has ended; only meaningful on the peer's own host."""
+        return _start_time(self.pid) != self.started
+
+    def __str__(self) -> str:
+        return f"worker {self.rank} (pid {self.pid} on {self.host.partition('/')[0]})"
+
+
+def _start_time(pid: int) -> int | None:
+    """When process `pid` started, 0 where that cannot be told, None when it has ended (or is a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        if Path("/proc/self").exists():
+            return None
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass
+        return 0
+    except ProcessLookupError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class Peers:
+    """The processes of one world, as seen from this one."""
+
+    def __init__(self, me: Peer, peers: tuple[Peer, ...], store: dist.Store | None, timeout: timedelta) -> None:
+        self.me = me
+        self.all = peers
+        self.timeout = timeout
+        self.store = store
+        self._local = tuple(p for p in peers if p.host == me.host and p.rank != me.rank)
+        self.broken = False
+        """Set once a peer was found missing: the groups of this world cannot be relied on any more."""
+
+    def wait(self, work: Waitable, doing: str) -> None:
+        """Return when `work` is done; raise WorkerLost, saying what this worker was `doing`, if it never will be."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    self._settle(work, doing, error)
+                    return
+            dead = tuple(p for p in self._local if p.is_dead())
+            if dead:
+                raise self._lost(doing, dead, "ended")
+            if time.monotonic() > deadline:
+                raise self._unanswered(doing)
+            self._answer_call(doing)
+
+    def leave(self) -> None:
+        """Tell those who may still wait that this worker has left."""
+        if self.store is not None and not self.broken:
+            try:
+                self.store.set(f"left/{self.me.rank}", b"1")
+            except RuntimeError:
+                pass  # The store's host is gone too: there is nobody left to tell.
+
+    def _settle(self, work: Waitable, doing: str, error: RuntimeError) -> None:
+        try:
+            work.wait()  # It had ended just after the slice did: the result, or the true error.
+        except RuntimeError as failure:
+            raise self._explain(doing, failure) from error
+
+    def _explain(self, doing: str, failure: RuntimeError) -> WorkerLost:
+        """A connection broke. Look for the dead for a while, then ask who is there."""
+        give_up = time.monotonic() + GRACE.total_seconds()
+        while time.monotonic() < give_up:
+            dead = tuple(p for p in self._local if p.is_dead())
+            if dead:
+                return self._lost(doing, dead, "ended")
+            if left := self._those_who_left():
+                return self._lost(doing, left, "left")
+            time.sleep(0.05)
+        if "Timed out" in str(failure):
+            return self._unanswered(doing)
+        absent = self._absent()
+        if absent:
+            return self._lost(doing, absent, "does not answer")
+        self.broken = True
+        return WorkerLost(f"worker {self.me.rank}: the connection broke while {doing}: {failure}")
+
+    def _unanswered(self, doing: str) -> WorkerLost:
+        self._call()
+        give_up = time.monotonic() + GRACE.total_seconds()
+        while self._absent() and time.monotonic() < give_up:
+            time.sleep(0.05)
+        return self._lost(doing, self._absent(), f"did not answer within {self.timeout}")
+
+    def _call(self) -> None:
+        if self.store is not None:
+            try:
+                self.store.set("call", b"1")
+                self.store.set(f"here/{self.me.rank}", b"1")
+            except RuntimeError:
+                pass
+
+    def _answer_call(self, doing: str) -> None:
+        if self.store is None:
+            return
+        try:
+            called = self.store.check(["call"])
+        except RuntimeError as error:
+            self.broken = True
+            raise WorkerLost(
+                f"worker {self.me.rank}: the place where the workers met is gone while {doing}. The worker or launcher "
+                "that served it has ended: its own output says why.",
+            ) from error
+        if called:
+            self.store.set(f"here/{self.me.rank}", b"1")
+
+    def _absent(self) -> tuple[Peer, ...]:
+        self._call()
+        return tuple(p for p in self.all if p.rank != self.me.rank and not self._has(f"here/{p.rank}"))
+
+    def _those_who_left(self) -> tuple[Peer, ...]:
+        return tuple(p for p in self.all if p.rank != self.me.rank and self._has(f"left/{p.rank}"))
+
+    def _has(self, key: str) -> bool:
+        try:
+            return self.store is not None and bool(self.store.check([key]))
+        except RuntimeError:
+            return False
+
+    def _lost(self, doing: str, peers: tuple[Peer, ...], how: str) -> WorkerLost:
+        self.broken = True
+        names = ", ".join(str(p) for p in peers) or "a worker"
+        return WorkerLost(
+            f"worker {self.me.rank}: {names} {how} while this worker was {doing}. "
+            "Its own output says why; a process that was killed without a word often ran out of memory.",
+            tuple(p.rank for p in peers),
+        )

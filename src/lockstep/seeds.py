@@ -1,0 +1,31 @@
+"""Random numbers: the same on every worker where weights are made, different and reproducible everywhere else.
+
+`join(seed=...)` seeds every worker alike, so that models built next are the same. `DataParallel` then sends each
+worker's generators their own way. Worker 0 is left alone: on one worker, a wrapped script draws the very numbers
+that the plain script draws.
+"""
+
+import hashlib
+import random
+
+import numpy
+import torch
+
+
+def derive(seed: int, *path: int | str) -> int:
+    """A 63-bit seed for the stream at `path`: the same for the same arguments, unrelated to all others."""
+    text = ":".join(str(part) for part in (seed, *path))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), numpy's global generator and `random`."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def diverge(seed: int, rank: int) -> None:
+    """From here on this worker draws its own numbers (dropout, augmentation). Worker 0 goes on as it was."""
+    if rank:
+        seed_everything(derive(seed, "worker", rank))

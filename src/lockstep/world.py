@@ -1,0 +1,388 @@
+"""The workers that train together, and this worker's place among them.
+
+`join` is called once per process, by the user or by the first thing that needs a world; calling it again gives the
+same world until `leave`. It reads the launch environment (nothing else does), meets the other workers, opens the
+group and agrees on a seed. Alone, it needs no port, no network and no environment.
+"""
+
+import atexit
+import itertools
+import os
+import pickle
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import environment, seeds
+from lockstep.comm import backend as backends
+from lockstep.comm.peers import Peer, Peers, Waitable
+from lockstep.errors import LaunchError, UsageError
+from lockstep.events import Events
+from lockstep.weight import Weight
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+Number = TypeVar("Number", int, float, Tensor)
+
+
+class World:
+    """The workers that train together now. Made by `join`; also a context manager that leaves at its end."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        local_rank: int,
+        local_size: int,
+        device: torch.device,
+        backend: str,
+        seed: int,
+        peers: Peers,
+        group: dist.ProcessGroup | None,
+        host_group: dist.ProcessGroup | None,
+        owns_group: bool,
+    ) -> None:
+        self.rank = rank
+        """This worker's number, from 0."""
+        self.size = size
+        """How many workers there are."""
+        self.local_rank = local_rank
+        """This worker's number among those of its host."""
+        self.local_size = local_size
+        """How many workers this host has."""
+        self.device = device
+        """Where this worker computes."""
+        self.backend = backend
+        """What carries tensors of `device`: nccl or gloo."""
+        self.seed = seed
+        """The seed that all workers agreed on."""
+        self.peers = peers
+        self.group = group
+        """The torch process group for tensors on `device`; None in a world of one that has none."""
+        self.host_group = host_group
+        """The same for tensors in host memory; waits on it have a deadline and name who is missing."""
+        self.events = Events()
+        self.weight: Weight | None = None
+        """Weight of the current batch: set by sharded loaders and by `lockstep.backward`."""
+        self._owns_group = owns_group
+        self._left = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is worker 0, the one that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def timeout(self) -> timedelta:
+        """The deadline of every wait."""
+        return self.peers.timeout
+
+    def barrier(self) -> None:
+        """Return when every worker has called this."""
+        self.sum(0)
+
+    def sum(self, x: Number) -> Number:
+        """The sum of `x` over all workers: a number for a number, a new tensor for a tensor of equal shape."""
+        if isinstance(x, Tensor):
+            total = x.detach().clone(memory_format=torch.contiguous_format)
+            self._all_reduce(total, "summing over the workers")
+            return total
+        kind = torch.int64 if isinstance(x, int) else torch.float64
+        reduced = torch.tensor(x, dtype=kind)
+        self._all_reduce(reduced, "summing over the workers")
+        return type(x)(reduced.item())
+
+    def mean(self, x: float | Tensor, weight: float | Tensor = 1) -> float | Tensor:
+        """The mean of `x` over all workers by weight: `sum(weight * x) / sum(weight)`, 0 where nothing weighs.
+
+        Exact for parts of different sizes: give the number of samples (or tokens) that `x` is the mean of. A worker
+        of weight zero does not count, even if its `x` is not a number.
+        """
+        value = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
+        if not (value.is_floating_point() or value.is_complex()):
+            value = value.to(torch.get_default_dtype())
+        share = torch.as_tensor(weight, dtype=value.dtype, device=value.device)
+        if share.ndim:
+            raise UsageError(f"world.mean: weight must be one number per worker, not a tensor of {tuple(share.shape)}.")
+        both = torch.cat([torch.where(share == 0, 0, value * share).reshape(-1), share.reshape(1)])
+        self._all_reduce(both, "averaging over the workers")
+        averaged = torch.where(both[-1] == 0, 0, both[:-1] / both[-1]).reshape(value.shape)
+        return averaged if isinstance(x, Tensor) else averaged.item()
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Every worker's `obj`, in order of rank, on every worker. Objects travel as pickles among peers you trust."""
+        if self.size == 1:
+            return [obj]
+        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = payload.numel()
+        self._all_reduce(lengths, "gathering objects")
+        longest = int(lengths.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self.wait(dist.all_gather(parts, padded, group=self.host_group, async_op=True), "gathering objects")
+        return [
+            pickle.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, lengths.tolist(), strict=True)
+        ]
+
+    def broadcast(self, obj: Any) -> Any:
+        """Worker 0's `obj`, on every worker."""
+        return self.gather(obj if self.is_main else None)[0]
+
+    def wait(self, work: Waitable | None, doing: str) -> None:
+        """Wait for an operation in host memory, with the world's deadline; WorkerLost names who is missing."""
+        if work is not None:
+            self.peers.wait(work, doing)
+
+    def within(self, group: dist.ProcessGroup) -> "World":
+        """This worker's place in `group`, one of several groups that this world is cut into."""
+        ranks = dist.get_process_group_ranks(group)
+        if ranks == list(range(self.size)) and self.group is not None:
+            return self
+        members = tuple(self.peers.all[rank] for rank in ranks)
+        inner = World(
+            dist.get_rank(group),
+            len(ranks),
+            local_rank=self.local_rank,
+            local_size=self.local_size,
+            device=self.device,
+            backend=str(dist.get_backend(group)),
+            seed=self.seed,
+            peers=Peers(self.peers.me, members, self.peers.store, self.timeout),
+            group=group,
+            host_group=backends.host_group(group),
+            owns_group=False,
+        )
+        inner.events = self.events
+        return inner
+
+    def leave(self) -> None:
+        """End this worker's part in the world. Called at exit by itself; a second call does nothing."""
+        if self._left:
+            return
+        self._left = True
+        atexit.unregister(self.leave)
+        self.peers.leave()
+        _Current.world = None
+        if self._owns_group and dist.is_initialized():
+            if self.peers.broken:
+                _abort_groups()
+            else:
+                dist.destroy_process_group()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size}, device={str(self.device)!r}, backend={self.backend!r})"
+
+    def _all_reduce(self, tensor: Tensor, doing: str) -> None:
+        if self.size == 1:
+            return
+        on_host = tensor.device.type == "cpu"
+        group = self.host_group if on_host else self.group
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        if on_host:
+            self.wait(work, doing)
+        elif work is not None:
+            work.wait()
+
+
+class _Current:
+    """The one world of this process: a process is one worker, so there can be no two."""
+
+    world: World | None = None
+    joins = itertools.count()
+
+
+def join(
+    *,
+    seed: int | None = None,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    timeout: timedelta | float | None = None,
+) -> World:
+    """Take this process's place among the workers; alone, a world of one. Twice gives the same world.
+
+    seed: makes initial weights the same on every worker, and dropout, augmentation and loader processes different
+        but reproducible. Without it, worker 0's torch seed counts, and no generator is touched here.
+    device: defaults to this worker's GPU, or the CPU where there is none.
+    backend: torch.distributed's name of one; defaults to nccl on GPUs and gloo on CPUs.
+    timeout: the deadline of every wait, in seconds or as a timedelta; 10 minutes if not given.
+
+    Knows torchrun, `lockstep run`, Slurm and Open MPI. Where torch.distributed is initialised already, its default
+    group is used as it is. Raises LaunchError, naming variables or missing workers, if the world cannot be formed.
+    """
+    if _Current.world is not None:
+        if seed is not None:
+            seeds.seed_everything(seed)
+            _Current.world.seed = seed
+        return _Current.world
+    deadline = _as_timedelta(timeout)
+    if dist.is_available() and dist.is_initialized():
+        world = _adopt(_device(device, None), deadline)
+    else:
+        launch = environment.read(os.environ)
+        where = _device(device, launch.local_rank)
+        world = _alone(where, deadline) if launch.size == 1 else _meet(launch, where, backend, deadline)
+    if seed is not None:
+        seeds.seed_everything(seed)
+    world.seed = int(world.broadcast(torch.initial_seed()))
+    atexit.register(world.leave)
+    _Current.world = world
+    return world
+
+
+def _alone(device: torch.device, timeout: timedelta) -> World:
+    """A world of one. It opens a group if it can, for scripts that call torch.distributed themselves."""
+    me = Peer.me(0)
+    group: dist.ProcessGroup | None = None
+    try:
+        dist.init_process_group(backends.choose(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        group = dist.group.WORLD
+    except RuntimeError:
+        pass  # No network interface at all, not even loopback: nothing here needs the group.
+    return World(
+        0,
+        1,
+        local_rank=0,
+        local_size=1,
+        device=device,
+        backend=_plain(backends.choose(device)),
+        seed=0,
+        peers=Peers(me, (me,), None, timeout),
+        group=group,
+        host_group=group,
+        owns_group=group is not None,
+    )
+
+
+def _meet(launch: environment.Launch, device: torch.device, backend: str | None, timeout: timedelta) -> World:
+    prefix = f"lockstep/{next(_Current.joins)}"
+    store = dist.PrefixStore(prefix, backends.open_store(launch, timeout))
+    backends.await_workers(store, launch, timeout)
+    name = backend or backends.choose(device)
+    try:
+        dist.init_process_group(
+            name, store=dist.PrefixStore("group", store), rank=launch.rank, world_size=launch.size, timeout=timeout
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(f"worker {launch.rank}: backend {name!r} could not be opened: {error}") from error
+    return _from_group(device, store, timeout, owns_group=True, launch=launch)
+
+
+def _adopt(device: torch.device, timeout: timedelta) -> World:
+    if dist.get_world_size() == 1:
+        me = Peer.me(0)
+        group = dist.group.WORLD
+        return World(
+            0,
+            1,
+            local_rank=0,
+            local_size=1,
+            device=device,
+            backend=_plain(str(dist.get_backend())),
+            seed=0,
+            peers=Peers(me, (me,), None, timeout),
+            group=group,
+            host_group=group,
+            owns_group=False,
+        )
+    store = dist.PrefixStore(f"lockstep/{next(_Current.joins)}", dist.distributed_c10d._get_default_store())
+    return _from_group(device, store, timeout, owns_group=False, launch=None)
+
+
+def _from_group(
+    device: torch.device,
+    store: dist.Store,
+    timeout: timedelta,
+    *,
+    owns_group: bool,
+    launch: environment.Launch | None,
+) -> World:
+    """A world over torch's default group, once everybody has said which process it is."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    me = Peer.me(rank)
+    store.set(f"peer/{rank}", pickle.dumps(me))
+    peers: Sequence[Peer] = [pickle.loads(store.get(f"peer/{other}")) for other in range(size)]
+    on_host = [peer.rank for peer in peers if peer.host == me.host]
+    known_rank = launch.local_rank if launch else None
+    known_size = launch.local_size if launch else None
+    return World(
+        rank,
+        size,
+        local_rank=on_host.index(rank) if known_rank is None else known_rank,
+        local_size=len(on_host) if known_size is None else known_size,
+        device=device,
+        backend=_plain(str(dist.get_backend_config(group)) if device.type == "cuda" else str(dist.get_backend(group))),
+        seed=0,
+        peers=Peers(me, tuple(peers), store, timeout),
+        group=group,
+        host_group=backends.host_group(group),
+        owns_group=owns_group,
+    )
+
+
+def _device(asked: str | torch.device | None, local_rank: int | None) -> torch.device:
+    """The device asked for, else this worker's GPU, else the CPU; a GPU becomes the current one."""
+    device = torch.device(asked) if asked is not None else None
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        device = torch.device("cuda", _gpu(local_rank))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _gpu(local_rank: int | None) -> int:
+    if local_rank is None:
+        return torch.cuda.current_device()
+    count = torch.cuda.device_count()
+    if local_rank < count:
+        return local_rank
+    if "NCCL_HOSTID" in os.environ:  # The user says that workers share devices; NCCL then lets them.
+        return local_rank % count
+    raise LaunchError(
+        f"local worker {local_rank} finds {count} GPU(s) on this host, and NCCL allows one worker per GPU. "
+        f"Start at most {count} workers per host, or join(device='cpu')."
+    )
+
+
+def _plain(backend: str) -> str:
+    """The part of torch's backend string that says what carries the device's tensors."""
+    return "nccl" if "nccl" in backend else backend.rpartition(":")[2]
+
+
+def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
+    if timeout is None:
+        return DEFAULT_TIMEOUT
+    deadline = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if deadline <= timedelta(0):
+        raise UsageError(f"join(timeout={timeout!r}): a deadline must lie in the future.")
+    return deadline
+
+
+def _abort_groups() -> None:
+    """Drop the groups without the goodbye that a dead peer would never answer."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    try:
+        if abort is not None:
+            abort()
+    except RuntimeError:
+        pass
