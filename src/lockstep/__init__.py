@@ -1,8 +1,8 @@
 """Data-parallel training for PyTorch: exact, fast, unbreakable, plain.
 
-    world  = lockstep.join()
-    model  = lockstep.DataParallel(net.to(world.device))
-    loader = lockstep.shard(loader)
+world  = lockstep.join()
+model  = lockstep.DataParallel(net.to(world.device))
+loader = lockstep.shard(loader)
 """
 
 from lockstep.errors import (
@@ -14,18 +14,26 @@ from lockstep.errors import (
     WorkerFailed,
     WorkerLost,
 )
+from lockstep.replica.backward import backward
+from lockstep.replica.batch_norm import SyncBatchNorm
+from lockstep.replica.data_parallel import DataParallel
+from lockstep.train.learning_rate import scale_lr
 from lockstep.world import World, join
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DataParallel",
     "LaunchError",
     "LockstepError",
     "ModelMismatch",
     "StepVoid",
+    "SyncBatchNorm",
     "UsageError",
     "WorkerFailed",
     "WorkerLost",
     "World",
+    "backward",
     "join",
+    "scale_lr",
 ]

@@ -7,9 +7,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The weight of one worker's part of a global batch."""
+    """The weight of one worker's part of a global batch (samples, tokens, ...)."""
 
     value: float | Tensor
-    """Samples, tokens, ...: what this worker's loss is the mean of. A tensor is never read on the host."""
+    """What this worker's gradients are multiplied by. A tensor on a GPU is never read on the host."""
     total: float | None = None
-    """The same over all workers, where it is known without asking them."""
+    """The sum of `value` over all workers where it is known without asking: by sharded loaders. Else None."""
+    counted: float | Tensor | None = None
+    """What this worker adds to the sum that gradients are divided by, where that is not `value`."""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the user gave it to `lockstep.backward`: then only the reduction itself can tell the total."""
+        return self.total is None
+
+
+def in_force(now: Weight | None, at_forward: Weight | None) -> Weight | None:
+    """The weight of a backward pass: an explicit one, else that of the batch which the forward pass saw."""
+    return now if now is not None and now.is_explicit else at_forward

@@ -6,9 +6,9 @@ group and agrees on a seed. Alone, it needs no port, no network and no environme
 """
 
 import atexit
-import itertools
 import os
 import pickle
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep import environment, seeds
 from lockstep.comm import backend as backends
-from lockstep.comm.peers import Peer, Peers, Waitable
+from lockstep.comm.peers import Doing, Peer, Peers, Waitable
 from lockstep.errors import LaunchError, UsageError
 from lockstep.events import Events
 from lockstep.weight import Weight
@@ -68,8 +68,11 @@ class World:
         self.host_group = host_group
         """The same for tensors in host memory; waits on it have a deadline and name who is missing."""
         self.events = Events()
-        self.weight: Weight | None = None
-        """Weight of the current batch: set by sharded loaders and by `lockstep.backward`."""
+        self.replicas: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The wrapped models of this worker."""
+        self.accumulation: Any = None
+        """Explicit weights of micro-batches that wait for their update: see `lockstep.backward`."""
+        self._weight = _Slot()
         self._owns_group = owns_group
         self._left = False
 
@@ -77,6 +80,15 @@ class World:
     def is_main(self) -> bool:
         """Whether this is worker 0, the one that prints and writes."""
         return self.rank == 0
+
+    @property
+    def weight(self) -> Weight | None:
+        """Weight of the current batch: set by sharded loaders and by `lockstep.backward`."""
+        return self._weight.value
+
+    @weight.setter
+    def weight(self, weight: Weight | None) -> None:
+        self._weight.value = weight
 
     @property
     def timeout(self) -> timedelta:
@@ -136,7 +148,7 @@ class World:
         """Worker 0's `obj`, on every worker."""
         return self.gather(obj if self.is_main else None)[0]
 
-    def wait(self, work: Waitable | None, doing: str) -> None:
+    def wait(self, work: Waitable | None, doing: Doing) -> None:
         """Wait for an operation in host memory, with the world's deadline; WorkerLost names who is missing."""
         if work is not None:
             self.peers.wait(work, doing)
@@ -160,7 +172,7 @@ class World:
             host_group=backends.host_group(group),
             owns_group=False,
         )
-        inner.events = self.events
+        inner.events, inner.replicas, inner._weight = self.events, self.replicas, self._weight
         return inner
 
     def leave(self) -> None:
@@ -200,11 +212,16 @@ class World:
             work.wait()
 
 
+class _Slot:
+    """The weight of the current batch, shared by a world and the groups it is cut into."""
+
+    value: Weight | None = None
+
+
 class _Current:
     """The one world of this process: a process is one worker, so there can be no two."""
 
     world: World | None = None
-    joins = itertools.count()
 
 
 def join(
@@ -270,17 +287,25 @@ def _alone(device: torch.device, timeout: timedelta) -> World:
 
 
 def _meet(launch: environment.Launch, device: torch.device, backend: str | None, timeout: timedelta) -> World:
-    prefix = f"lockstep/{next(_Current.joins)}"
-    store = dist.PrefixStore(prefix, backends.open_store(launch, timeout))
+    store = _generation(backends.open_store(launch, timeout), launch.rank)
     backends.await_workers(store, launch, timeout)
     name = backend or backends.choose(device)
     try:
         dist.init_process_group(
-            name, store=dist.PrefixStore("group", store), rank=launch.rank, world_size=launch.size, timeout=timeout
+            name,
+            store=dist.PrefixStore("group", store),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timeout,
         )
     except (RuntimeError, ValueError) as error:
         raise LaunchError(f"worker {launch.rank}: backend {name!r} could not be opened: {error}") from error
     return _from_group(device, store, timeout, owns_group=True, launch=launch)
+
+
+def _generation(store: dist.Store, rank: int) -> dist.Store:
+    """A part of the store for this time of joining: what an earlier world left there must not be read again."""
+    return dist.PrefixStore(f"lockstep/{store.add(f'lockstep/joins/{rank}', 1)}", store)
 
 
 def _adopt(device: torch.device, timeout: timedelta) -> World:
@@ -300,7 +325,7 @@ def _adopt(device: torch.device, timeout: timedelta) -> World:
             host_group=group,
             owns_group=False,
         )
-    store = dist.PrefixStore(f"lockstep/{next(_Current.joins)}", dist.distributed_c10d._get_default_store())
+    store = _generation(dist.distributed_c10d._get_default_store(), dist.get_rank())
     return _from_group(device, store, timeout, owns_group=False, launch=None)
 
 
@@ -317,8 +342,8 @@ def _from_group(
     assert group is not None
     rank, size = dist.get_rank(), dist.get_world_size()
     me = Peer.me(rank)
-    store.set(f"peer/{rank}", pickle.dumps(me))
-    peers: Sequence[Peer] = [pickle.loads(store.get(f"peer/{other}")) for other in range(size)]
+    store.set(f"peer/{rank}", me.format())
+    peers: Sequence[Peer] = [Peer.parse(store.get(f"peer/{other}").decode()) for other in range(size)]
     on_host = [peer.rank for peer in peers if peer.host == me.host]
     known_rank = launch.local_rank if launch else None
     known_size = launch.local_size if launch else None

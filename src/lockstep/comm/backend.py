@@ -51,7 +51,7 @@ def _listen_on_loopback(launch: Launch) -> int | None:
 
 def await_workers(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     """Return when all workers have reached the store; at the deadline, name those who have not."""
-    store.set(f"joined/{launch.rank}", b"1")
+    store.set(f"joined/{launch.rank}", "1")
     try:
         store.wait([f"joined/{rank}" for rank in range(launch.size)], timeout)
     except RuntimeError as error:
@@ -81,7 +81,14 @@ def reduction_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proc
 def new_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """Another group of the workers of `group`; every one of them must call this."""
     opened = dist.new_group(
-        dist.get_process_group_ranks(group), backend=backend, use_local_synchronization=dist.get_world_size() > 1
+        dist.get_process_group_ranks(group),
+        backend=backend,
+        use_local_synchronization=dist.get_world_size() > 1,
     )
     assert isinstance(opened, dist.ProcessGroup)
     return opened
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed flat tensor, aligned to 64 bytes, that the backend can send as it is."""
+    return torch.zeros(numel, dtype=dtype, device=device)

@@ -12,9 +12,11 @@ slices of its own wait or when its own wait fails. A worker that is neither wait
 the grace time: it is named as not answering, not as dead.
 """
 
+import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +29,10 @@ from lockstep.errors import WorkerLost
 SLICE = timedelta(seconds=1)
 GRACE = timedelta(seconds=4)
 """How long a worker whose connection broke looks for the cause before it says that it found none."""
+
+
+Doing = str | Callable[[], str]
+"""What a worker was doing, in words; a function where making the words costs something."""
 
 
 class Waitable(Protocol):
@@ -54,10 +60,20 @@ class Peer:
     def me(cls, rank: int) -> "Peer":
         """This process."""
         try:
-            namespace = os.stat("/proc/self/ns/pid").st_ino
+            namespace = Path("/proc/self/ns/pid").stat().st_ino
         except OSError:
             namespace = 0
         return cls(rank, f"{socket.gethostname()}/{namespace}", os.getpid(), _start_time(os.getpid()) or 0)
+
+    @classmethod
+    def parse(cls, text: str) -> "Peer":
+        """The peer that `text` was made from by `format`."""
+        rank, pid, started, host = text.split(" ", 3)
+        return cls(int(rank), host, int(pid), int(started))
+
+    def format(self) -> str:
+        """One line that tells others which process this is."""
+        return f"{self.rank} {self.pid} {self.started} {self.host}"
 
     def is_dead(self) -> bool:
         """Whether the process has ended; only meaningful on the peer's own host."""
@@ -98,7 +114,7 @@ class Peers:
         self.broken = False
         """Set once a peer was found missing: the groups of this world cannot be relied on any more."""
 
-    def wait(self, work: Waitable, doing: str) -> None:
+    def wait(self, work: Waitable, doing: Doing) -> None:
         """Return when `work` is done; raise WorkerLost, saying what this worker was `doing`, if it never will be."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
@@ -106,23 +122,23 @@ class Peers:
                 work.wait(SLICE)
                 return
             except RuntimeError as error:
+                text = doing if isinstance(doing, str) else doing()
                 if work.is_completed():
-                    self._settle(work, doing, error)
+                    self._settle(work, text, error)
                     return
             dead = tuple(p for p in self._local if p.is_dead())
             if dead:
-                raise self._lost(doing, dead, "ended")
+                raise self._lost(text, dead, "ended")
             if time.monotonic() > deadline:
-                raise self._unanswered(doing)
-            self._answer_call(doing)
+                raise self._unanswered(text)
+            self._answer_call(text)
 
     def leave(self) -> None:
         """Tell those who may still wait that this worker has left."""
         if self.store is not None and not self.broken:
-            try:
-                self.store.set(f"left/{self.me.rank}", b"1")
-            except RuntimeError:
-                pass  # The store's host is gone too: there is nobody left to tell.
+            # Where the store's host is gone too, there is nobody left to tell.
+            with contextlib.suppress(RuntimeError):
+                self.store.set(f"left/{self.me.rank}", "1")
 
     def _settle(self, work: Waitable, doing: str, error: RuntimeError) -> None:
         try:
@@ -157,11 +173,9 @@ class Peers:
 
     def _call(self) -> None:
         if self.store is not None:
-            try:
-                self.store.set("call", b"1")
-                self.store.set(f"here/{self.me.rank}", b"1")
-            except RuntimeError:
-                pass
+            with contextlib.suppress(RuntimeError):
+                self.store.set("call", "1")
+                self.store.set(f"here/{self.me.rank}", "1")
 
     def _answer_call(self, doing: str) -> None:
         if self.store is None:
@@ -175,7 +189,7 @@ class Peers:
                 "that served it has ended: its own output says why.",
             ) from error
         if called:
-            self.store.set(f"here/{self.me.rank}", b"1")
+            self.store.set(f"here/{self.me.rank}", "1")
 
     def _absent(self) -> tuple[Peer, ...]:
         self._call()

@@ -1,0 +1,1 @@
+"""The replica: forward, backward, bucket, reduce, update."""

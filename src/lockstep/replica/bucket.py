@@ -1,0 +1,153 @@
+"""A flat buffer of gradients that travels as one message, and its life within a step.
+
+    put      a gradient arrived: scale it into its slot (the one copy from autograd), for good or on top
+    launch   hand the buffer to the backend
+    wait     until the sum over all workers is in the buffer
+    divide   by the total weight, where that was not known beforehand
+    reset    for the next step
+
+A bucket does not know in which order buckets are launched: that is the reducer's.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.backend import allocate
+from lockstep.replica.layout import BucketPlan
+
+Factor = float | Tensor
+Launch = Callable[["Bucket"], Any]
+"""Sends a bucket; returns what to wait for."""
+
+
+class Bucket:
+    """One flat buffer: its views have the shapes and strides of their parameters."""
+
+    def __init__(self, place: int, plan: BucketPlan, params: Sequence[Tensor]) -> None:
+        self.place = place
+        """Number in the launch order."""
+        self.plan = plan
+        self.params = [params[slot.index] for slot in plan.slots]
+        self.flat = allocate(plan.numel, plan.dtype, plan.device)
+        self.flat_grads = self.flat[: plan.tail_offset]
+        self.tail = self.flat[plan.tail_offset :]
+        self.views = [_view(self.flat, slot.offset, slot.numel, param) for slot, param in self._pairs()]
+        self.num_missing = len(plan.slots)
+        self.is_launched = False
+        self.work: Any = None
+        self._filled = [False] * len(plan.slots)
+
+    def _pairs(self) -> Any:
+        return zip(self.plan.slots, self.params, strict=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the message."""
+        return self.flat.numel() * self.flat.element_size()
+
+    def put(self, slot: int, param: Tensor, factor: Factor) -> None:
+        """Move `param.grad`, times `factor`, into its slot; the gradient is whole again after the step."""
+        grad = param.grad
+        view = self.views[slot]
+        if self._filled[slot]:
+            # A second arrival in one pass (a tied weight under re-entrant checkpointing).
+            assert grad is not None
+            view.add_(_dense(grad) * factor)
+        else:
+            self._filled[slot] = True
+            self.num_missing -= 1
+            _scale_into(view, grad, factor)
+        param.grad = None
+
+    def has(self, slot: int) -> bool:
+        """Whether the slot's gradient has arrived in this step."""
+        return self._filled[slot]
+
+    def fill_missing(self, factor: Factor) -> None:
+        """Put what there is (nothing, or what earlier passes left) into the slots whose gradient did not come."""
+        for slot, param in enumerate(self.params):
+            if not self._filled[slot]:
+                _scale_into(self.views[slot], param.grad, factor)
+
+    def launch(self, send: Launch) -> None:
+        """Hand the buffer to the backend."""
+        self.is_launched = True
+        self.work = send(self)
+
+    def divide(self, total: Factor) -> None:
+        """Divide the sums by `total`."""
+        self.flat_grads.div_(total)
+
+    def reset(self) -> None:
+        """Ready for the next step."""
+        self.num_missing = len(self.plan.slots)
+        self.is_launched = False
+        self.work = None
+        self._filled = [False] * len(self.plan.slots)
+
+    # What a communication hook sees: the names of torch's GradBucket.
+
+    def index(self) -> int:
+        """Number in the launch order."""
+        return self.place
+
+    def buffer(self) -> Tensor:
+        """The flat gradients, without the tail."""
+        return self.flat_grads
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replace the flat gradients' values."""
+        self.flat_grads.copy_(tensor)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of their slots."""
+        return list(self.params)
+
+    def gradients(self) -> list[Tensor]:
+        """Their gradients, as views of the buffer."""
+        return list(self.views)
+
+    def is_last(self) -> bool:
+        """Whether no other bucket with gradients follows."""
+        return self.is_last_with_grads
+
+    is_last_with_grads = False
+
+
+def _view(flat: Tensor, offset: int, numel: int, param: Tensor) -> Tensor:
+    """The slot as a tensor like `param`, with its strides where they cover it densely."""
+    piece = flat[offset : offset + numel]
+    if param.is_complex():
+        piece = torch.view_as_complex(piece.view(-1, 2))
+    if _is_dense(param):
+        return piece.as_strided(param.size(), param.stride(), piece.storage_offset())
+    return piece.view(param.shape)
+
+
+def _is_dense(param: Tensor) -> bool:
+    """Whether the strides, in some order of the dimensions, cover the memory without gaps or overlap."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _scale_into(view: Tensor, grad: Tensor | None, factor: Factor) -> None:
+    if grad is None or (isinstance(factor, float) and factor == 0.0):
+        view.zero_()  # Zero even where the gradient is not a number: a part without samples counts nothing.
+    elif grad is view:
+        if not (isinstance(factor, float) and factor == 1.0):
+            view.mul_(factor)
+    else:
+        torch.mul(_dense(grad), factor, out=view)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    grad = grad.to_dense() if grad.layout is not torch.strided else grad
+    return grad.detach() if grad.requires_grad else grad

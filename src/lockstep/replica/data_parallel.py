@@ -1,0 +1,265 @@
+"""The wrapper that ties it together: takes the place of torch's DistributedDataParallel."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep import seeds
+from lockstep.errors import UsageError
+from lockstep.events import Kind
+from lockstep.replica import agreement, layout
+from lockstep.replica.batch_norm import SyncBatchNorm
+from lockstep.replica.buffers import Buffers
+from lockstep.replica.hook import CommHook
+from lockstep.replica.outputs import map_tensors, tensors_in
+from lockstep.replica.reducer import Reducer
+from lockstep.replica.uneven import Uneven
+from lockstep.world import World, join
+
+
+class DataParallel(nn.Module):
+    """Trains `module` on every worker as one worker would train it on the whole batch.
+
+    After a backward pass, `param.grad` is on every worker `sum(weight * grad) / sum(weight)` over the workers: the
+    weights are those given to `lockstep.backward`, else the sizes of the parts that a sharded loader cut, else equal.
+    Gradients travel while the backward pass still runs. On one worker the module runs as it is.
+
+    Takes every argument of torch's DistributedDataParallel, in its order. Those that have a meaning here:
+
+    module: the model, on this worker's device. It must be the same on all workers, or ModelMismatch is raised; its
+        weights and buffers are set to worker 0's.
+    device_ids: a list of one device; inputs are moved there.
+    broadcast_buffers, forward_sync_buffers: False leaves buffers alone between the steps.
+    init_sync: False leaves the first weights and buffers as they are.
+    process_group, device_mesh: reduce over these workers instead of all.
+    bucket_cap_mb: the size of a bucket; 25 if not given. `bucket_cap_mb_list`: its last entry counts.
+
+    Unnecessary here, accepted and without effect: `find_unused_parameters`, `static_graph`,
+    `gradient_as_bucket_view`, `check_reduction`, `skip_all_reduce_unused_params`, `batched_grad_copy` (unused
+    parameters, changing graphs and bucket views always work), `delay_all_reduce_named_params` and
+    `param_to_hook_all_reduce` (buckets leave in the observed order anyway), `dim`, `output_device`.
+
+    Memory: the gradients, once (they are views of the buckets), and nothing else of the model's size.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: dist.DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        _require_module(module)
+        if mixed_precision is not None:
+            raise UsageError(
+                "DataParallel(mixed_precision=...) is torch DDP's private experiment. Use torch.autocast around the "
+                "forward pass: gradients then stay in the parameters' dtype."
+            )
+        self.module = module
+        self.world = _world(process_group, device_mesh)
+        self.require_backward_grad_sync = True
+        self._input_device = _input_device(device_ids)
+        names, params, owners = _contents(module)
+        self._reducer: Reducer | None = None
+        if self.world.size > 1:
+            if init_sync:
+                _start_equal(self.world, names, params, owners, with_buffers=broadcast_buffers is not False)
+            keeps_buffers = broadcast_buffers is not False and forward_sync_buffers is not False
+            self._reducer = Reducer(
+                self.world,
+                names,
+                params,
+                trained=_trained_anywhere(self.world, params),
+                sparse_params=_sparse(module, params),
+                buffers=Buffers(self.world, owners if keeps_buffers else []),
+                bucket_cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
+            )
+        seeds.diverge(self.world.seed, self.world.rank)
+        self.world.replicas.add(self)
+
+    # A compiler may trace the module inside, but not this bookkeeping.
+    @torch.compiler.disable(recursive=False)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What `module` returns for this worker's part of the batch."""
+        if self._input_device is not None:
+            inputs, kwargs = self._moved(inputs), self._moved(kwargs)
+        reducer = self._reducer
+        if reducer is None or not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        if self.world.events:
+            self.world.events.emit(Kind.FORWARD, reducer.step)
+        reducer.before_forward(self.require_backward_grad_sync)
+        output = self.module(*inputs, **kwargs)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _grad, begin=reducer.begin: begin())
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients here without sending anything; the first pass after the block sends the sum."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = False,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which workers may have different numbers of batches: nobody waits for one that has none left.
+
+        Gradients are the mean over the workers that had a batch; `divide_by_initial_world_size=True` divides by the
+        number of all workers instead, which is torch DDP's default. After the block all workers have the weights
+        and buffers of the one that made the most steps. Optimizer state of workers that ended early is not brought
+        up to date. All workers must enter the block; models with SyncBatchNorm cannot, since their forward pass
+        needs everybody.
+        """
+        if enable and any(isinstance(m, SyncBatchNorm | nn.SyncBatchNorm) for m in self.module.modules()):
+            raise UsageError(
+                "model.join() cannot run a model with SyncBatchNorm: its forward pass needs every worker. Give all "
+                "workers the same number of batches, as lockstep.shard does."
+            )
+        return Uneven(
+            self.world,
+            self._reducer if enable else None,
+            [*self.module.parameters(), *self.module.buffers()],
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Reduce buckets by `hook(state, bucket)`, which returns the averaged flat tensor or a Future of it.
+
+        `bucket` has the methods of torch's GradBucket, so torch's own hooks can be given.
+        """
+        comm_hook = CommHook(state, hook, self.world.size)
+        if self._reducer is not None:
+            self._reducer.use_hook(comm_hook)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the old norm."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def _moved(self, value: Any) -> Any:
+        return map_tensors(value, lambda tensor: tensor.to(self._input_device, non_blocking=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError("a DataParallel model cannot be copied or pickled; do that with model.module.")
+
+
+def _require_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"DataParallel takes a torch.nn.Module, got {type(module).__name__}.")
+    if isinstance(module, DataParallel | nn.parallel.DistributedDataParallel):
+        raise UsageError("this model is wrapped already: give DataParallel the module itself.")
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise UsageError(f"{name!r} has no shape yet: run a forward pass of the lazy module before wrapping it.")
+        if param.device.type == "meta":
+            raise UsageError(f"{name!r} is on the meta device: give it memory, e.g. with module.to_empty(device=...).")
+
+
+def _world(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> World:
+    if group is not None and mesh is not None:
+        raise UsageError("DataParallel takes process_group or device_mesh, not both.")
+    world = join()
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise UsageError(f"device_mesh must have one dimension, got {mesh.ndim}; pick one: mesh['dp'].")
+        group = mesh.get_group()
+    return world if group is None else world.within(group)
+
+
+def _input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
+    if not device_ids:
+        return None
+    if len(device_ids) != 1:
+        raise UsageError(f"device_ids must name one device, got {list(device_ids)}: one worker drives one device.")
+    device = device_ids[0]
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _contents(module: nn.Module) -> tuple[list[str], list[nn.Parameter], list[tuple[nn.Module, str]]]:
+    """Names, parameters, and where each buffer lives; without those that torch's users had DDP ignore."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    named = [(name, param) for name, param in module.named_parameters() if name not in ignored]
+    owners = []
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            full_name = f"{prefix}.{name}" if prefix else name
+            if buffer is not None and id(buffer) not in seen and full_name not in ignored:
+                seen.add(id(buffer))
+                owners.append((owner, name))
+    return [name for name, _ in named], [param for _, param in named], owners
+
+
+def _start_equal(
+    world: World,
+    names: Sequence[str],
+    params: Sequence[nn.Parameter],
+    owners: Sequence[tuple[nn.Module, str]],
+    *,
+    with_buffers: bool,
+) -> None:
+    assert world.group is not None
+    buffers = [owner._buffers[name] for owner, name in owners] if with_buffers else []
+    agreement.require_same(world, agreement.describe(zip(names, params, strict=True)), "parameter")
+    known = [(name, buffer) for (_, name), buffer in zip(owners, buffers, strict=False) if buffer is not None]
+    agreement.require_same(world, agreement.describe(known), "buffer")
+    with torch.no_grad():
+        agreement.broadcast([*params, *(buffer for _, buffer in known)], world, 0, world.group)
+
+
+def _trained_anywhere(world: World, params: Sequence[nn.Parameter]) -> list[int]:
+    """Parameters that need a gradient on some worker: all workers must lay out the same buckets."""
+    mine = [index for index, param in enumerate(params) if param.requires_grad]
+    return sorted(set().union(*world.gather(mine)))
+
+
+def _sparse(module: nn.Module, params: Sequence[nn.Parameter]) -> frozenset[int]:
+    """Parameters whose gradients will be sparse."""
+    weights = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+    return frozenset(index for index, param in enumerate(params) if id(param) in weights)
+
+
+def _cap_bytes(cap_mb: float | None, cap_list: Sequence[float] | None) -> int:
+    if cap_list:
+        cap_mb = cap_list[-1]
+    if cap_mb is None:
+        return layout.BUCKET_BYTES
+    if cap_mb <= 0:
+        raise UsageError(f"bucket_cap_mb={cap_mb}: a bucket must have a size.")
+    return int(cap_mb * (1 << 20))

@@ -1,0 +1,428 @@
+"""Which gradients travel when: the order of buckets, their overlap with the backward pass, and its end.
+
+The phases of a synchronised backward pass, in order:
+
+    begin     the first gradient is about to be computed: settle the weight, ask autograd to call `finish`
+    arrive    once per gradient: into its bucket; full buckets leave in turn
+    finish    what did not come is sent as it is; wait; hand the reduced gradients out
+
+One order for all. Buckets are launched strictly in the order of the plan, and all of them in every step, whatever
+arrived here: so no control flow on one worker can make it send something that the others do not expect. The last
+bucket closes the step: it is held back until this worker's backward pass has ended well, and its notes say so.
+
+A pass that raises. The engine drops the callback that would have called `finish`, and with it the only reference
+to the object that the reducer watches: that is how a broken pass is told from one in progress (which may contain
+others, under re-entrant checkpointing). At its next forward or backward pass the worker sends the rest of that step
+with a note that makes the step void; the others, who waited for it, raise StepVoid instead of using half a sum.
+
+Gradients that no bucket can take (of parameters unfrozen after the plan was made, or arriving again after their
+bucket has left) are announced in the notes and reduced in an extra round at the end of the same pass; from the
+next pass on the plan has a place for them.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.backend import reduction_group
+from lockstep.errors import StepVoid, UsageError
+from lockstep.events import Kind
+from lockstep.replica import layout, sparse
+from lockstep.replica.bucket import Bucket
+from lockstep.replica.buffers import Buffers
+from lockstep.replica.hook import CommHook
+from lockstep.replica.notes import Notes, tail_numel
+from lockstep.replica.weighing import Weighing
+from lockstep.world import World
+
+
+class Reducer:
+    """The gradients of one replica on their way; one per wrapped model and worker."""
+
+    def __init__(
+        self,
+        world: World,
+        names: Sequence[str],
+        params: Sequence[Tensor],
+        *,
+        trained: Sequence[int],
+        sparse_params: frozenset[int],
+        buffers: Buffers,
+        bucket_cap_bytes: int,
+    ) -> None:
+        assert world.group is not None
+        self._world = world
+        self._names = names
+        self._params = params
+        self._sparse = sparse_params
+        self._buffers = buffers
+        self._cap_bytes = bucket_cap_bytes
+        self.group = reduction_group(world.group, params[0].device if params else world.device)
+        self.weighing = Weighing(world.size)
+        self.is_joining = False
+        """Whether workers may run out of batches at different steps."""
+        self.is_uneven = False
+        """Whether the total weight then is that of those who had a batch, known only after the reduction."""
+        self.stops_when_uneven = False
+        """Whether the first worker without a batch is an error for all."""
+        self.step = 0
+        """How many synchronised passes have ended."""
+        self._hook: CommHook | None = None
+        self._hooked: set[int] = set()
+        # The plan: the order in which gradients are expected is a guess until the first step has shown it.
+        self._order = [index for index in reversed(trained) if index not in sparse_params]
+        self._observed: list[int] | None = []
+        self._deferred: set[int] = set()
+        self._buckets: list[Bucket] = []
+        self._places: list[tuple[Bucket, int] | None] = [None] * len(params)
+        self._make_buckets()
+        # The pass in flight.
+        self._syncs = True
+        self._expects_pass = False
+        self._armed: weakref.ref[_Finish] | None = None
+        self._has_arrived = False
+        self._num_launched = 0
+        self._touched: set[int] = set()
+        """Parameters whose gradients were accumulated here and are in no bucket yet."""
+        self._extra: set[int] = set()
+        """Parameters whose gradients no bucket of this step can take."""
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Reduce buckets by `hook` from the next pass on."""
+        self._hook = hook
+        self._plan_is_due = True
+
+    # Before the backward pass
+
+    def before_forward(self, syncs: bool) -> None:
+        """Prepare for a backward pass over what this forward pass computes."""
+        self._abandon_broken_pass()
+        self._syncs = syncs
+        self._expects_pass = True
+        self.weighing.see_batch(self._world.weight)
+        for index, param in enumerate(self._params):
+            if param.requires_grad and index not in self._hooked:
+                self._watch(index, param)
+
+    def _watch(self, index: int, param: Tensor) -> None:
+        self._hooked.add(index)
+        # Weak, so that a module can be wrapped anew: the hook of a wrapper that is gone does nothing.
+        reducer = weakref.ref(self)
+
+        def arrived(param: Tensor) -> None:
+            if (alive := reducer()) is not None:
+                alive.arrive(index, param)
+
+        param.register_post_accumulate_grad_hook(arrived)
+
+    def _make_buckets(self) -> None:
+        """Lay the flat buffers out anew. Gradients in old ones move over as they arrive."""
+        plans = layout.plan(
+            self._specs(self._order),
+            tail_numel=tail_numel(len(self._params), len(self._buffers)),
+            tail_alone=self._hook is not None,
+            cap_bytes=self._cap_bytes,
+            first_cap_bytes=min(layout.FIRST_BUCKET_BYTES, self._cap_bytes),
+        )
+        self._buckets.clear()  # Free the old ones first where no gradient holds them.
+        self._places = [None] * len(self._params)
+        for place, plan in enumerate(plans):
+            bucket = Bucket(place, plan, self._params)
+            self._buckets.append(bucket)
+            for number, slot in enumerate(plan.slots):
+                self._places[slot.index] = (bucket, number)
+        for bucket in self._buckets:
+            bucket.is_last_with_grads = all(not later.plan.slots for later in self._buckets[bucket.place + 1 :])
+        self._notes = Notes(self._world, self._buckets[-1], len(self._params), len(self._buffers))
+        self._plan_is_due = False
+
+    def _specs(self, order: Sequence[int]) -> list[layout.ParamSpec]:
+        specs = []
+        for index in order:
+            param = self._params[index]
+            real = 2 if param.is_complex() else 1
+            specs.append(layout.ParamSpec(index, real * param.numel(), param.dtype.to_real(), param.device))
+        return specs
+
+    # The backward pass: begin and arrive
+
+    def begin(self) -> None:
+        """Called inside the backward pass before any of its gradients arrives; again without effect."""
+        self._abandon_broken_pass()
+        if self._armed is not None:
+            return
+        self._expects_pass = True
+        self.weighing.begin(self._world.weight, (self._params[index] for index in self._touched))
+        if not self._syncs:
+            return
+        if self._plan_is_due:
+            self._make_buckets()
+        finish = _Finish(self)
+        self._armed = weakref.ref(finish)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        if self._world.events:
+            self._world.events.emit(Kind.BACKWARD, self.step)
+
+    def arrive(self, index: int, param: Tensor) -> None:
+        """The gradient of parameter `index` is in `param.grad`: into its bucket, and full buckets away."""
+        if not self._expects_pass:
+            return  # Another wrapper's pass, or the module was called by itself.
+        if not self._syncs:
+            self._touched.add(index)
+            return
+        if self._armed is None:
+            self.begin()
+        self._has_arrived = True
+        if self._observed is not None:
+            self._observed.append(index)
+        place = self._places[index]
+        if place is None or index in self._deferred:
+            self._touched.add(index)
+            if place is None and index not in self._sparse:
+                self._extra.add(index)
+            return
+        bucket, slot = place
+        if bucket.is_launched:
+            self._extra.add(index)
+            return
+        bucket.put(slot, param, self.weighing.factor)
+        if bucket.num_missing == 0:
+            self._launch_full()
+
+    def _launch_full(self) -> None:
+        """Launch, in turn, the buckets that are full; not the one that closes the step."""
+        while self._num_launched < len(self._buckets) - 1:
+            bucket = self._buckets[self._num_launched]
+            if bucket.num_missing:
+                return
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._num_launched += 1
+        bucket.launch(self._send)
+        if self._world.events:
+            self._world.events.emit(Kind.LAUNCHED, self.step, bucket.place, bucket.num_bytes)
+
+    def _send(self, bucket: Bucket) -> Any:
+        if self._hook is not None and bucket.plan.slots:
+            return self._hook.launch(bucket)
+        return dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+
+    # The backward pass: finish
+
+    def finish(self) -> None:
+        """The backward pass has ended: send the rest, wait, hand out. Called by the engine."""
+        self._armed = None
+        if not self._has_arrived:
+            return  # A pass that reached no parameter, as torch.autograd.grad with respect to inputs.
+        if self._world.events:
+            self._world.events.emit(Kind.WAITING, self.step)
+        try:
+            for bucket in self._buckets[self._num_launched :]:
+                bucket.fill_missing(self.weighing.factor)
+            self._notes.write(
+                self.weighing.counted,
+                unused=self._unused(),
+                changed=self._buffers.changed(),
+                explicit=self.weighing.is_explicit,
+                extra=bool(self._extra),
+            )
+            self._close(is_active=True)
+        finally:
+            self._reset()
+        if self._world.events:
+            self._world.events.emit(Kind.SYNCED, self.step - 1)
+
+    def shadow(self) -> int:
+        """Take part in a step with nothing to add; returns how many workers had something."""
+        if self._plan_is_due:
+            self._make_buckets()
+        self.weighing.withdraw()
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+        try:
+            self._notes.write(0.0, unused=(), changed=(), explicit=False, active=False)
+            return self._close(is_active=False)
+        finally:
+            self._reset()
+
+    def _abandon_broken_pass(self) -> None:
+        """Make a step void whose backward pass failed here, so that nobody waits for it or uses it."""
+        if self._armed is None or self._armed() is not None:
+            return
+        self._armed = None
+        try:
+            self._notes.write(0.0, unused=(), changed=(), explicit=False, void=True)
+            self._launch_rest()
+            self._await_all()
+            self._world.gather(True)  # The others ask who it was: see `_close`.
+        finally:
+            self._reset()
+
+    def _close(self, *, is_active: bool) -> int:
+        """Send what is left, wait for everything, hand it out; returns how many workers had a batch."""
+        self._launch_rest()
+        self._await_all()
+        notes = self._notes
+        if notes.num_void:
+            raise StepVoid(self._tell_void())
+        self._require_one_kind_of_weight()
+        if self.stops_when_uneven and is_active and notes.num_active < self._world.size:
+            raise UsageError(f"worker {self._world.rank}: another worker ran out of batches before this one.")
+        self.weighing.settle(notes.counted, is_explicit=notes.num_explicit > 0, is_uneven=self.is_uneven)
+        if self.weighing.divisor is not None:
+            for bucket in self._buckets:
+                bucket.divide(self.weighing.divisor)
+        num_active = notes.num_active
+        changed = notes.changed()
+        extras = self._extra_round() if notes.has_extra else {}
+        if is_active:
+            self._hand_out(extras)
+        self._exchange_sparse(is_active)
+        if changed:
+            self._buffers.sync(changed, self.authority(is_active), self.group)
+        self._learn_order()
+        self.step += 1
+        return num_active
+
+    def _unused(self) -> list[int]:
+        """Parameters for which this worker has no gradient of its own."""
+        unused = []
+        for index, place in enumerate(self._places):
+            if index not in self._touched and (place is None or not place[0].has(place[1])):
+                unused.append(index)
+        return unused
+
+    def _launch_rest(self) -> None:
+        for bucket in self._buckets[self._num_launched :]:
+            self._launch(bucket)
+        self._notes.launch()
+
+    def _await_all(self) -> None:
+        self._notes.wait()
+        for bucket in self._buckets:
+            self._await(bucket)
+            if self._world.events:
+                self._world.events.emit(Kind.REDUCED, self.step, bucket.place, bucket.num_bytes)
+
+    def _await(self, bucket: Bucket) -> None:
+        if self._hook is not None and bucket.plan.slots:
+            self._hook.wait(bucket, self._world, self._describe(bucket))
+        elif bucket.flat.device.type == "cpu":
+            self._world.wait(bucket.work, self._describe(bucket))
+        elif bucket.work is not None:
+            bucket.work.wait()
+
+    def _describe(self, bucket: Bucket) -> Callable[[], str]:
+        def text() -> str:
+            names = [repr(self._names[slot.index]) for slot in bucket.plan.slots]
+            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            return f"reducing bucket {bucket.place} of step {self.step}" + (f" ({some})" if some else "")
+
+        return text
+
+    def _tell_void(self) -> str:
+        failed = [str(rank) for rank, has_failed in enumerate(self._world.gather(False)) if has_failed]
+        return (
+            f"worker {self._world.rank}: the backward pass of worker {', '.join(failed)} failed in step {self.step}, "
+            "so this step's gradients are void on every worker. Its own output says why. To go on, call "
+            "optimizer.zero_grad() and take the next batch, on every worker."
+        )
+
+    def _require_one_kind_of_weight(self) -> None:
+        explicit, active = self._notes.num_explicit, self._notes.num_active
+        if explicit not in (0, active):
+            raise UsageError(
+                f"worker {self._world.rank}: {explicit} of {active} workers called lockstep.backward(loss, "
+                "weight=...) in this step and the others loss.backward(), so their gradients have no common weight. "
+                "Use the same call on every worker."
+            )
+
+    def _hand_out(self, extras: dict[int, Tensor]) -> None:
+        """Let `param.grad` be the reduced gradient wherever some worker has used the parameter."""
+        for bucket in self._buckets:
+            for number, slot in enumerate(bucket.plan.slots):
+                if bucket.has(number) or slot.index in self._touched or self._notes.is_used(slot.index):
+                    bucket.params[number].grad = bucket.views[number]
+        for index, extra in extras.items():
+            param = self._params[index]
+            if self._places[index] is None:
+                param.grad = extra
+            else:
+                assert param.grad is not None
+                param.grad.add_(extra)
+
+    def _exchange_sparse(self, is_active: bool) -> None:
+        for index in sorted(self._sparse):
+            if self._notes.is_used(index):
+                param = self._params[index]
+                total = sparse.exchange(param, self.weighing.factor, self._world, self.group)
+                if is_active:
+                    param.grad = total if self.weighing.divisor is None else total / self.weighing.divisor
+
+    def _extra_round(self) -> dict[int, Tensor]:
+        """Reduce, now, what no bucket took on some worker; from the next pass on it has a place in the plan."""
+        indices = sorted(set().union(*self._world.gather(self._extra)))
+        reduced: dict[int, Tensor] = {}
+        for place, plan in enumerate(layout.plan(self._specs(indices), tail_numel=0, tail_alone=True)[:-1]):
+            bucket = Bucket(place, plan, self._params)
+            for number, slot in enumerate(plan.slots):
+                if slot.index in self._extra:
+                    bucket.put(number, bucket.params[number], self.weighing.factor)
+                reduced[slot.index] = bucket.views[number]
+            bucket.launch(lambda bucket: dist.all_reduce(bucket.flat, group=self.group, async_op=True))
+            self._await(bucket)
+            if self.weighing.divisor is not None:
+                bucket.divide(self.weighing.divisor)
+        self._order += [index for index in indices if self._places[index] is None]
+        self._deferred.update(index for index in indices if self._places[index] is not None)
+        # A gradient that comes in several portions is sent at the end of the pass, so it must not hold others up.
+        self._order.sort(key=lambda index: index in self._deferred)
+        self._plan_is_due = True
+        return reduced
+
+    def authority(self, is_active: bool) -> int:
+        """The worker whose buffers count: the first, or the first that still has batches."""
+        if not self.is_joining:
+            return 0
+        mine = torch.tensor(self._world.rank if is_active else self._world.size)
+        work = dist.all_reduce(mine, dist.ReduceOp.MIN, group=self._world.host_group, async_op=True)
+        self._world.wait(work, "choosing whose buffers count")
+        return int(mine) % self._world.size
+
+    def _learn_order(self) -> None:
+        """After the first step: expect gradients in the order in which worker 0 saw them."""
+        if self._observed is None:
+            return
+        seen = [index for index in dict.fromkeys(self._world.broadcast(self._observed)) if index not in self._sparse]
+        self._observed = None
+        rank = {index: place for place, index in enumerate(seen)}
+        order = sorted(self._order, key=lambda index: (index in self._deferred, rank.get(index, len(rank))))
+        if order != self._order:
+            self._order = order
+            self._plan_is_due = True
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+        self._num_launched = 0
+        self._has_arrived = False
+        self._expects_pass = False
+        self._touched.clear()
+        self._extra.clear()
+
+
+class _Finish:
+    """The callback at the end of one backward pass; it lives as long as the engine still means to call it."""
+
+    __slots__ = ("__weakref__", "_reducer")
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __call__(self) -> None:
+        self._reducer.finish()

@@ -1,0 +1,1 @@
+"""Training around the step."""
