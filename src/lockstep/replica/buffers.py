@@ -2,6 +2,10 @@
 
 DDP sends all of them before every forward pass. Here they go after the backward pass, so that replicas are equal
 between steps too, and only those that some worker changed: a causal mask costs nothing.
+
+torch's version counters cannot tell what changed: batch norm updates its statistics, and users their `.data`,
+without counting. So in host memory each buffer is compared with a copy of what it last was, which costs their size
+once more. On a GPU reading a comparison would make the host wait: there floating-point buffers are always sent.
 """
 
 from collections.abc import Sequence
@@ -20,21 +24,21 @@ class Buffers:
     def __init__(self, world: World, owners: Sequence[tuple[nn.Module, str]]) -> None:
         self._world = world
         self._owners = owners
-        self._seen = [self._fingerprint(number) for number in range(len(owners))]
+        self._seen = [_Seen(self._buffer(number)) for number in range(len(owners))]
 
     def __len__(self) -> int:
         return len(self._owners)
 
     def changed(self) -> list[int]:
-        """Numbers of the buffers that were written to or replaced on this worker."""
-        return [number for number, seen in enumerate(self._seen) if self._fingerprint(number) != seen]
+        """Numbers of the buffers that may differ from what they were when last equal."""
+        return [number for number, seen in enumerate(self._seen) if seen.differs_from(self._buffer(number))]
 
     def sync(self, numbers: Sequence[int], source: int, group: dist.ProcessGroup) -> None:
         """Give the buffers `numbers` the values they have on worker `source`."""
         with torch.no_grad():
             broadcast([self._buffer(number) for number in numbers], self._world, source, group)
         for number in numbers:
-            self._seen[number] = self._fingerprint(number)
+            self._seen[number] = _Seen(self._buffer(number))
 
     def _buffer(self, number: int) -> Tensor:
         owner, name = self._owners[number]
@@ -42,6 +46,15 @@ class Buffers:
         assert buffer is not None
         return buffer
 
-    def _fingerprint(self, number: int) -> tuple[int, int]:
-        buffer = self._buffer(number)
-        return id(buffer), buffer._version
+
+class _Seen:
+    """What a buffer was."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._identity = (id(buffer), buffer._version)
+        self._copy = buffer.detach().clone() if buffer.device.type == "cpu" else None
+
+    def differs_from(self, buffer: Tensor) -> bool:
+        if self._copy is None:
+            return buffer.is_floating_point() or self._identity != (id(buffer), buffer._version)
+        return not torch.equal(self._copy, buffer)

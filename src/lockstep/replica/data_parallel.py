@@ -92,7 +92,7 @@ class DataParallel(nn.Module):
                 params,
                 trained=_trained_anywhere(self.world, params),
                 sparse_params=_sparse(module, params),
-                buffers=Buffers(self.world, owners if keeps_buffers else []),
+                buffers=Buffers(self.world, [o for o in owners if not _is_equal_anyway(*o)] if keeps_buffers else []),
                 bucket_cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
             )
         seeds.diverge(self.world.seed, self.world.rank)
@@ -224,6 +224,11 @@ def _contents(module: nn.Module) -> tuple[list[str], list[nn.Parameter], list[tu
                 seen.add(id(buffer))
                 owners.append((owner, name))
     return [name for name, _ in named], [param for _, param in named], owners
+
+
+def _is_equal_anyway(owner: nn.Module, _name: str) -> bool:
+    """Whether every worker computes the same values for the buffer by itself."""
+    return isinstance(owner, SyncBatchNorm) and owner.process_group is None
 
 
 def _start_equal(

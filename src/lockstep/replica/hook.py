@@ -42,7 +42,7 @@ class CommHook:
     def wait(self, bucket: Bucket, world: World, doing: Callable[[], str]) -> None:
         """Bring what the hook made of the bucket back into it."""
         result = bucket.work
-        if isinstance(result, torch.futures.Future):
+        if isinstance(result, torch._C.Future):
             if bucket.flat.device.type == "cpu":
                 world.wait(_FutureWork(result), doing)
             result = result.wait()
@@ -60,7 +60,7 @@ class CommHook:
 class _FutureWork:
     """A future in the form of a torch.distributed operation, so that waiting for it has a deadline."""
 
-    def __init__(self, future: "torch.futures.Future[Any]") -> None:
+    def __init__(self, future: "torch._C.Future[Any]") -> None:
         self._future = future
 
     def is_completed(self) -> bool:
