@@ -1,0 +1,110 @@
+"""Real processes for tests of what starts and ends them: a launcher in a fork, and who is still alive."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+DEADLINE_S = 40
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Forked:
+    """`function()` in a fork of the test's process, which has torch imported already; its result is the exit code."""
+
+    def __init__(self, function: Callable[[], int], folder: Path, stdout_fd: int | None = None):
+        self._out, self._err = folder / "stdout", folder / "stderr"
+        files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for path in (self._out, self._err)]
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                os.dup2(files[0] if stdout_fd is None else stdout_fd, 1)
+                os.dup2(files[1], 2)
+                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+                os.chdir(folder)
+                code = function()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        for fd in files:
+            os.close(fd)
+
+    def signal(self, signum: int) -> None:
+        os.kill(self.pid, signum)
+
+    def wait(self) -> Ended:
+        status: list[int] = []
+
+        def has_ended() -> bool:
+            pid, raw = os.waitpid(self.pid, os.WNOHANG)
+            status.append(raw)
+            return pid == self.pid
+
+        try:
+            wait_until(has_ended, "the launcher to end", lambda: self._err.read_text(errors="replace"))
+        except BaseException:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            raise
+        code = os.waitstatus_to_exitcode(status[-1])
+        return Ended(code, self._out.read_text(), self._err.read_text())
+
+
+def wait_until(condition: Callable[[], bool], what: str, details: Callable[[], str] = lambda: "") -> None:
+    give_up = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up, f"waited {DEADLINE_S} s for {what}\n{details()}"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_pids(folder: Path, number: int) -> list[int]:
+    """The process ids that workers have written to `*.pid` files; each file appears whole."""
+    wait_until(lambda: len(list(folder.glob("*.pid"))) == number, f"{number} processes to start")
+    return [int(path.read_text()) for path in folder.glob("*.pid")]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    wait_until(lambda: not any(map(is_alive, pids)), "processes to end", lambda: str([p for p in pids if is_alive(p)]))
+
+
+PUBLISH = '''
+import os, pathlib, subprocess, sys, time
+
+def publish(name, pid):
+    """Write a process id to a file that appears whole."""
+    path = pathlib.Path(name + ".tmp")
+    path.write_text(str(pid))
+    path.rename(name + ".pid")
+
+def stay_with_a_child():
+    """Start another process, say who we are, and stay."""
+    rank = os.environ["RANK"]
+    publish("child" + rank, subprocess.Popen(["sleep", "1000"]).pid)
+    publish("worker" + rank, os.getpid())
+    time.sleep(1000)
+'''

@@ -1,0 +1,122 @@
+"""Workers that die, stop or leave: the others end soon, naming them. These tests start processes of their own."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+import lockstep
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def train(environ, words, timeout, fault, victim):
+    """Worker: steps without end; the victim has its fault in step 5."""
+    import torch
+
+    os.environ.update(environ)
+    errors = os.open(words, os.O_WRONLY | os.O_CREAT)
+    os.dup2(errors, 2)
+    torch.set_num_threads(1)
+    world = lockstep.join(timeout=timeout)
+    net = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
+    model = lockstep.DataParallel(net, bucket_cap_mb=0.1)
+    for step in range(100000):
+        loss = model(torch.ones(2, 200)).square().mean()
+        if step == 5 and world.rank == victim:
+            fail(fault, net)
+        loss.backward()
+
+
+def fail(fault, net):
+    if fault == "killed":
+        net[1].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))  # In mid-backward.
+    elif fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "left":
+        sys.exit(0)
+    elif fault == "raised":
+        raise ValueError("the data is bad")
+
+
+@pytest.fixture
+def start(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "numpy", "lockstep"])
+    processes = []
+
+    def start(workers, *args):
+        port = free_port()
+        for rank in range(workers):
+            environ = {
+                "RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            }
+            words = tmp_path / f"words-{rank}"
+            processes.append(context.Process(target=train, args=(environ, str(words), *args)))
+            processes[-1].start()
+        return processes, [tmp_path / f"words-{rank}" for rank in range(workers)]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def wait_for_fault(process, fault):
+    """Until the victim is gone, or stopped."""
+    if fault != "stopped":
+        process.join(60)
+        assert not process.is_alive()
+        return
+    give_up = time.monotonic() + 60
+    while open(f"/proc/{process.pid}/stat").read().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def last_words(processes, words, victim, fault, within_s):
+    """The last line of each survivor, all of which must have ended in time."""
+    wait_for_fault(processes[victim], fault)
+    give_up = time.monotonic() + within_s
+    lines = []
+    for rank, process in enumerate(processes):
+        if rank != victim:
+            process.join(max(0.0, give_up - time.monotonic()))
+            assert process.exitcode == 1, f"worker {rank} has not ended by itself"
+            lines.append(words[rank].read_text().strip().splitlines()[-1])
+    return lines
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("fault", ["killed", "raised", "left"])
+def test_a_dead_worker_ends_the_others_within_ten_seconds_by_name(start, fault, victim):
+    processes, words = start(3, 600, fault, victim)
+    for line in last_words(processes, words, victim, fault, within_s=10):
+        assert line.startswith("lockstep.errors.WorkerLost")
+        assert f"worker {victim} (pid {processes[victim].pid}" in line
+        assert "reducing bucket" in line and "of step 5" in line and ".weight'" in line
+
+
+def test_a_stopped_worker_is_named_at_the_deadline(start):
+    processes, words = start(3, 4, "stopped", 1)
+    for line in last_words(processes, words, 1, "stopped", within_s=15):
+        assert f"worker 1 (pid {processes[1].pid}" in line and "did not answer" in line
+
+
+def test_missing_workers_are_named_when_joining():
+    environ = os.environ | {
+        "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }
+    code = "import lockstep; lockstep.join(timeout=2)"
+    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "missing: 1, 2" in result.stderr.splitlines()[-1]
