@@ -1,6 +1,8 @@
 """The wrapper that ties it together: takes the place of torch's DistributedDataParallel."""
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +21,27 @@ from lockstep.replica.outputs import map_tensors, tensors_in
 from lockstep.replica.reducer import Reducer
 from lockstep.replica.uneven import Uneven
 from lockstep.world import World, join
+
+
+class _Untraced:
+    """A method that torch.compile leaves alone, while it still compiles the module called inside.
+
+    `torch.compiler.disable(recursive=False)` does that, but imports the whole compiler, which takes two seconds. So
+    the method is given that treatment when it is first looked up with the compiler loaded: torch.compile(model)
+    looks it up before anything is traced.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, model: "DataParallel | None", owner: type) -> Any:
+        if model is None:
+            return self._method
+        bound = functools.partial(self._method, model)
+        if "torch._dynamo" in sys.modules:
+            bound = torch.compiler.disable(bound, recursive=False)
+            model.__dict__["forward"] = bound
+        return bound
 
 
 class DataParallel(nn.Module):
@@ -98,8 +121,7 @@ class DataParallel(nn.Module):
         seeds.diverge(self.world.seed, self.world.rank)
         self.world.replicas.add(self)
 
-    # A compiler may trace the module inside, but not this bookkeeping.
-    @torch.compiler.disable(recursive=False)
+    @_Untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `module` returns for this worker's part of the batch."""
         if self._input_device is not None:

@@ -1,0 +1,56 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.replica.layout import ALIGNMENT_BYTES, EXACT_COUNTERS, ParamSpec, aligned, plan
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+spec_lists = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from(DTYPES)), max_size=40).map(
+    lambda pairs: [ParamSpec(index, numel, dtype, CPU) for index, (numel, dtype) in enumerate(pairs)]
+)
+
+
+@given(spec_lists, st.integers(1, 5000), st.integers(1, 20000), st.integers(0, 50), st.booleans())
+def test_every_parameter_has_one_aligned_place(specs, first_cap, cap, tail, alone):
+    buckets = plan(specs, tail_numel=tail, tail_alone=alone, first_cap_bytes=first_cap, cap_bytes=cap)
+    places = [(slot.index, bucket, slot) for bucket in buckets for slot in bucket.slots]
+    assert sorted(index for index, _, _ in places) == [spec.index for spec in specs]
+    for index, bucket, slot in places:
+        assert slot.numel == specs[index].numel
+        assert bucket.dtype == specs[index].dtype
+        assert slot.offset * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
+    for bucket in buckets:
+        ends = [0, *(slot.offset + slot.numel for slot in bucket.slots)]
+        starts = [*(slot.offset for slot in bucket.slots), bucket.tail_offset]
+        assert all(end <= start for end, start in zip(ends, starts, strict=True))
+        assert bucket.numel * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
+
+
+@given(spec_lists, st.integers(1, 20000))
+def test_a_bucket_is_closed_when_it_reaches_its_cap(specs, cap):
+    for bucket in plan(specs, tail_numel=1, first_cap_bytes=min(cap, 100), cap_bytes=cap):
+        sizes = [slot.numel * bucket.dtype.itemsize for slot in bucket.slots]
+        assert sum(sizes[:-1]) < cap
+
+
+@given(spec_lists, st.integers(1, 50), st.booleans())
+def test_the_last_bucket_counts_exactly(specs, tail, alone):
+    buckets = plan(specs, tail_numel=tail, tail_alone=alone, first_cap_bytes=100, cap_bytes=1000)
+    assert buckets[-1].dtype in EXACT_COUNTERS
+    assert buckets[-1].tail_numel >= tail
+    assert not any(bucket.tail_numel for bucket in buckets[:-1])
+    assert not (alone and buckets[-1].slots)
+
+
+@given(spec_lists)
+def test_buckets_leave_in_the_order_in_which_they_fill(specs):
+    last = [
+        max(slot.index for slot in bucket.slots) for bucket in plan(specs, tail_numel=1, cap_bytes=500) if bucket.slots
+    ]
+    assert last == sorted(last)
+
+
+def test_aligned():
+    assert [aligned(n, torch.float32) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
+    assert aligned(1, torch.bfloat16) == 32
