@@ -115,7 +115,11 @@ class _Normalize(torch.autograd.Function):
         ctx.eps = eps
         ctx.world = world
         ctx.weight_at_forward = world.weight
-        output = torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
+        # Parameters in the statistics' dtype: that is the mix which torch's kernels know for half inputs.
+        weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
+        output = torch.empty_like(x)
+        if x.numel():  # torch's kernels crash on nothing.
+            output = torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
         ctx.mark_non_differentiable(mean, var, total)
         return output, mean, var, total
 
@@ -124,20 +128,26 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, total = ctx.saved_tensors
         world: World = ctx.world
-        # What plain batch norm gives for constant statistics, and the sums dy and dy * x_hat, in one pass.
-        grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            grad_output.contiguous(), x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
-        )
+        param_dtype = weight.dtype if weight is not None else x.dtype
+        weight = None if weight is None else weight.to(mean.dtype)
+        grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
+        if x.numel():
+            # What plain batch norm gives for constant statistics, and the sums of dy * x_hat and dy, in one pass.
+            grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                grad_output.contiguous(), x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+            )
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_bias.to(mean.dtype), grad_weight.to(mean.dtype)])
             sum_dy, sum_dy_xhat = _sum_by_weight(sums, world, in_force(world.weight, ctx.weight_at_forward))
             inv_std = torch.rsqrt(var + ctx.eps)
-            slope = inv_std if weight is None else weight.to(mean.dtype) * inv_std
+            slope = inv_std if weight is None else weight * inv_std
             deviation = x - _along_channels(mean.to(x.dtype), x)
             grad_x.addcmul_(deviation, _along_channels((-slope * inv_std * sum_dy_xhat / total).to(x.dtype), x))
             grad_x.sub_(_along_channels((slope * sum_dy / total).to(x.dtype), x))
         has_weight, has_bias = ctx.needs_input_grad[1:3]
-        return grad_x, grad_weight if has_weight else None, grad_bias if has_bias else None, None, None
+        grad_weight = grad_weight.to(param_dtype) if has_weight else None
+        grad_bias = grad_bias.to(param_dtype) if has_bias else None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _along_channels(per_channel: Tensor, x: Tensor) -> Tensor:
