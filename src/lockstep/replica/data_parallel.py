@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import seeds
+from lockstep.data import batch as batches
+from lockstep.data import tree
 from lockstep.errors import UsageError
 from lockstep.events import Kind
 from lockstep.replica import agreement, layout
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.hook import CommHook
-from lockstep.replica.outputs import map_tensors, tensors_in
 from lockstep.replica.reducer import Reducer
 from lockstep.replica.uneven import Uneven
 from lockstep.world import World, join
@@ -125,7 +126,7 @@ class DataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `module` returns for this worker's part of the batch."""
         if self._input_device is not None:
-            inputs, kwargs = self._moved(inputs), self._moved(kwargs)
+            inputs, kwargs = batches.move((inputs, kwargs), self._input_device, non_blocking=True)
         reducer = self._reducer
         if reducer is None or not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
@@ -133,9 +134,9 @@ class DataParallel(nn.Module):
             self.world.events.emit(Kind.FORWARD, reducer.step)
         reducer.before_forward(self.require_backward_grad_sync)
         output = self.module(*inputs, **kwargs)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _grad, begin=reducer.begin: begin())
+        for leaf in tree.leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _grad, begin=reducer.begin: begin())
         return output
 
     @contextlib.contextmanager
@@ -193,9 +194,6 @@ class DataParallel(nn.Module):
     ) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the old norm."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
-
-    def _moved(self, value: Any) -> Any:
-        return map_tensors(value, lambda tensor: tensor.to(self._input_device, non_blocking=True))
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a DataParallel model cannot be copied or pickled; do that with model.module.")
