@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,11 +39,11 @@ class _Untraced:
     def __get__(self, model: "DataParallel | None", owner: type) -> Any:
         if model is None:
             return self._method
-        bound = functools.partial(self._method, model)
-        if "torch._dynamo" in sys.modules:
-            bound = torch.compiler.disable(bound, recursive=False)
-            model.__dict__["forward"] = bound
-        return bound
+        if "torch._dynamo" not in sys.modules:
+            return functools.partial(self._method, model)
+        bound = functools.partial(self._method, weakref.proxy(model))  # The model is not to hold itself.
+        model.__dict__["forward"] = torch.compiler.disable(bound, recursive=False)
+        return model.__dict__["forward"]
 
 
 class DataParallel(nn.Module):
