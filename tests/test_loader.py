@@ -1,11 +1,14 @@
 """Sharded loaders, rank by rank: a loader sends nothing, so one process can be every worker in turn."""
 
 import gc
+import os
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import islice
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy
@@ -27,10 +30,12 @@ from torch.utils.data import (
     default_collate,
     get_worker_info,
 )
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from lockstep import seeds
 from lockstep.comm.peers import Peer, Peers
 from lockstep.data import ShardedLoader, shard
+from lockstep.data.source import Loaded
 from lockstep.errors import UsageError
 from lockstep.weight import Weight
 from lockstep.world import World
@@ -102,6 +107,13 @@ class Shuffling(Count):
             yield items.pop(int(torch.randint(len(items), ())))
 
 
+class ShufflingAtOnce(Count):
+    """The same, but by the time that `iter` returns."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(Shuffling(self.total)))
+
+
 class ShufflingByProcessSeed(Count):
     def __iter__(self) -> Iterator[int]:
         items = list(super().__iter__())
@@ -162,6 +174,7 @@ KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
     "stream, drop_last": lambda: DataLoader(Count(), 4, drop_last=True),
     "stream, tiny last batch": lambda: DataLoader(Count(), 11),
     "shuffling stream": lambda: DataLoader(Shuffling(), 4),
+    "stream shuffling at once": lambda: DataLoader(ShufflingAtOnce(), 4),
     "ready batches": lambda: DataLoader(Numbers(), None, sampler=BatchSampler(RandomSampler(Numbers()), 4, False)),
     "ready stream": lambda: DataLoader(Chunks(), None),
 }
@@ -177,6 +190,7 @@ PROCESSES: dict[str, Callable[[], DataLoader[Any]]] = {
 ORDERED = {"sequential", "drop_last", "tiny last batch", "one by one", "one batch", "in bulk", "subset"}
 ORDERED |= {"list as sampler", "stream", "stream, drop_last", "stream, tiny last batch", "ready stream"}
 RANDOM = set(KINDS) - ORDERED
+COMPLETE = RANDOM - {"with replacement", "weighted", "subset random"}
 
 
 def kinds(table: dict[str, Any], names: set[str] | None = None) -> Any:
@@ -219,7 +233,7 @@ def test_one_worker_gets_what_the_plain_loader_yields(make: Any) -> None:
     assert global_batches(make, 1) == [batch.tolist() for batch in make()]
 
 
-@kinds(KINDS, {"shuffled", "batch sampler", "batches as tensors", "shuffling stream", "ready batches", "own generator"})
+@kinds(KINDS, COMPLETE)
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_sample_counts_once_an_epoch(make: Any, size: int) -> None:
     samples = [sample for batch in global_batches(make, size) for sample in batch]
@@ -235,9 +249,13 @@ def test_loader_processes_change_nothing(make: Any) -> None:
     assert len(samples) == len(set(samples)) and (len(samples) >= 20 or "Chunks" in str(make().dataset))
 
 
-def test_loader_processes_that_are_spawned() -> None:
-    loader = DataLoader(Count(5), 3, num_workers=1, multiprocessing_context="spawn", collate_fn=default_collate)
-    assert [part.tolist() for part in shard(loader, world=make_world(1, 2))] == [[2], [4]]
+@pytest.mark.parametrize("make", [lambda: DataLoader(Numbers(7), 3), lambda: DataLoader(Count(7), 3)])
+def test_a_source_can_travel_into_spawned_processes(make: Any) -> None:
+    parts = shard(make(), world=make_world(1, 2))._parts
+    there = pickle.loads(ForkingPickler.dumps((parts.dataset, parts.worker_init_fn, parts.collate_fn)))
+    sampler = None if isinstance(there[0], IterableDataset) else parts.sampler
+    arrived = DataLoader(there[0], None, sampler=sampler, collate_fn=there[2])
+    assert [part.batch.tolist() for part in arrived] == [[2], [5], []]
 
 
 def test_a_worker_fetches_its_own_samples_only() -> None:
@@ -354,6 +372,16 @@ def test_iterations_side_by_side_are_different_epochs() -> None:
     assert torch.cat(list(loader)).tolist() == second
 
 
+def test_an_iteration_that_ends_does_not_end_the_one_after_it() -> None:
+    loader = shard(DataLoader(Numbers(), 4), world=make_world())
+    first, second = iter(loader), iter(loader)
+    next(first), next(second)
+    list(first)
+    assert loader.epoch == 1
+    list(second)
+    assert loader.epoch == 2
+
+
 def test_samplers_and_data_sets_with_an_epoch_are_told() -> None:
     class Told(SequentialSampler):
         def __init__(self, dataset: Any) -> None:
@@ -462,6 +490,17 @@ def test_a_stream_draws_alike_on_all_workers_and_collating_does_not(num_workers:
     assert not {own for _, own in first} & {own for _, own in second}
 
 
+class ProcessNoise(IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        return iter([torch.rand(()).item(), numpy.random.rand(), random.random()])
+
+
+def test_the_loader_processes_of_a_stream_draw_differently() -> None:
+    loader = DataLoader(ProcessNoise(), 3, num_workers=2, collate_fn=list)
+    first, second = shard(loader, world=make_world())
+    assert not set(first) & set(second)
+
+
 # --- Loader processes ---
 
 
@@ -501,6 +540,20 @@ def test_persistent_processes(dataset: Any) -> None:
     loaders[0].set_epoch(1)
     resumed = [part.tolist() for part in loaders[0]]
     assert resumed == [batch[: len(batch) - len(batch) // 2] for batch in epochs[1]]
+
+
+class ProcessIds(Numbers):
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_processes_persist_if_asked(persistent: bool) -> None:
+    loader = DataLoader(ProcessIds(4), 2, num_workers=1, persistent_workers=persistent)
+    sharded = shard(loader, world=make_world())
+    first, second = ({int(pid) for part in sharded for pid in part} for _ in range(2))
+    assert len(first) == 1 and os.getpid() not in first
+    assert (first == second) is persistent
 
 
 def test_settings_of_the_loader_are_kept() -> None:
@@ -593,6 +646,31 @@ def test_evaluation_over_any_number_of_workers_is_evaluation_on_one(size: int, b
     assert torch.equal(confusion, torch.bincount(y * 3 + expected, minlength=9).view(3, 3))
 
 
+# --- Moving ---
+
+
+class Pinnable:
+    def pin_memory(self) -> str:
+        return "pinned"
+
+
+def test_torch_finds_the_memory_to_pin() -> None:
+    assert pin_memory(Loaded(2, 5, {"x": Pinnable()})) == Loaded(2, 5, {"x": "pinned"})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_pinned_parts_arrive_on_the_gpu(num_workers: int) -> None:
+    def make(device: Any) -> ShardedLoader:
+        loader = DataLoader(Records(5), 3, pin_memory=True, num_workers=num_workers)
+        return shard(loader, world=make_world(1, 2), device=device)
+
+    for staying, moved in zip(make(None), make("cuda"), strict=True):
+        assert staying["x"].is_pinned() and moved["x"].is_cuda
+        assert torch.equal(staying["x"], moved["x"].cpu())
+
+
 # --- The loader as an object ---
 
 
@@ -643,8 +721,8 @@ class OwnDistributed(SequentialSampler):
     num_replicas = 2
 
 
-def distributed() -> DistributedSampler[int]:
-    return DistributedSampler(Numbers(), num_replicas=2, rank=0)
+def distributed(num_replicas: int = 2) -> DistributedSampler[int]:
+    return DistributedSampler(Numbers(), num_replicas, rank=0)
 
 
 @pytest.mark.parametrize(
@@ -653,6 +731,7 @@ def distributed() -> DistributedSampler[int]:
         (lambda: [1, 2, 3], "not a list"),
         (lambda: shard(DataLoader(Numbers(), 4), world=make_world()), "sharded already"),
         (lambda: DataLoader(Numbers(), 4, sampler=distributed()), "DistributedSampler gives each worker its part"),
+        (lambda: DataLoader(Numbers(), 4, sampler=distributed(1)), "DistributedSampler gives each worker its part"),
         (lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(distributed(), 4, False)), "DistributedSampler"),
         (lambda: DataLoader(Numbers(), None, sampler=BatchSampler(distributed(), 4, False)), "DistributedSampler"),
         (lambda: DataLoader(Numbers(), 4, sampler=OwnDistributed(Numbers())), "OwnDistributed"),

@@ -5,6 +5,7 @@ model  = lockstep.DataParallel(net.to(world.device))
 loader = lockstep.shard(loader)
 """
 
+from lockstep.data.loader import shard
 from lockstep.errors import (
     LaunchError,
     LockstepError,
@@ -17,6 +18,7 @@ from lockstep.errors import (
 from lockstep.replica.backward import backward
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.data_parallel import DataParallel
+from lockstep.start.function import launch
 from lockstep.train.learning_rate import scale_lr
 from lockstep.world import World, join
 
@@ -35,5 +37,7 @@ __all__ = [
     "World",
     "backward",
     "join",
+    "launch",
     "scale_lr",
+    "shard",
 ]

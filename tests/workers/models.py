@@ -22,8 +22,12 @@ class CNN(nn.Module):
     def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-            nn.Conv2d(8, 12, 3, stride=2, bias=False), nn.BatchNorm2d(12), nn.ReLU(),
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 12, 3, stride=2, bias=False),
+            nn.BatchNorm2d(12),
+            nn.ReLU(),
         )
         self.head = nn.Sequential(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 5))
 

@@ -69,14 +69,24 @@ class Pool:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=False,
-            master_listen_fd=listener.detach(), timeout=timedelta(seconds=DEADLINE_S),
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=DEADLINE_S),
         )
         for rank, (_, connection) in enumerate(self._workers[:workers]):
             environ = {
-                "RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(workers),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(workers),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "GLOO_SOCKET_IFNAME": "lo",
             }
             connection.send((environ, function, args, timeout))
         outcomes = self._collect(workers)

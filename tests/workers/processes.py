@@ -35,6 +35,7 @@ class Forked:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 os.dup2(files[0] if stdout_fd is None else stdout_fd, 1)
                 os.dup2(files[1], 2)
+                os.closerange(3, 1024)
                 sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
                 os.chdir(folder)
                 code = function()
@@ -65,7 +66,7 @@ class Forked:
             os.waitpid(self.pid, 0)
             raise
         code = os.waitstatus_to_exitcode(status[-1])
-        return Ended(code, self._out.read_text(), self._err.read_text())
+        return Ended(code, self._out.read_bytes().decode(), self._err.read_bytes().decode())
 
 
 def wait_until(condition: Callable[[], bool], what: str, details: Callable[[], str] = lambda: "") -> None:

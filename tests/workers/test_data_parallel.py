@@ -142,8 +142,10 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(pool, reentrant, ties):
     case = {
-        (False, False): checkpoint_plain, (False, True): checkpoint_plain_tied,
-        (True, False): checkpoint_reentrant, (True, True): checkpoint_reentrant_tied,
+        (False, False): checkpoint_plain,
+        (False, True): checkpoint_plain_tied,
+        (True, False): checkpoint_reentrant,
+        (True, True): checkpoint_reentrant_tied,
     }[reentrant, ties]
     assert_same_as_one(pool, case)
 
@@ -234,8 +236,16 @@ def channels_last(world):
 
 
 CASES = [
-    branches_by_row, branch_used_by_one_worker, frozen_and_unfrozen, tied, several_forwards, structured_outputs,
-    compiled_before, compiled_after, complex_weights, channels_last,
+    branches_by_row,
+    branch_used_by_one_worker,
+    frozen_and_unfrozen,
+    tied,
+    several_forwards,
+    structured_outputs,
+    compiled_before,
+    compiled_after,
+    complex_weights,
+    channels_last,
 ]
 
 
@@ -617,7 +627,18 @@ def test_two_wrapped_models(pool):
 def surface(world):
     net = MLP()
     model = lockstep.DataParallel(
-        net, None, None, 0, True, True, None, 25, True, False, True, True,
+        net,
+        None,
+        None,
+        0,
+        True,
+        True,
+        None,
+        25,
+        True,
+        False,
+        True,
+        True,
     )
     keys = list(model.state_dict())
     del model
@@ -639,7 +660,8 @@ def mismatched(world, kind):
     net = MLP()
     if world.rank == 1:
         net.net[2] = {
-            "shape": lambda: nn.Linear(40, 25), "missing": lambda: nn.Identity(),
+            "shape": lambda: nn.Linear(40, 25),
+            "missing": lambda: nn.Identity(),
             "dtype": lambda: nn.Linear(40, 24).double(),
         }[kind]()
     lockstep.DataParallel(net)

@@ -57,8 +57,12 @@ def start(tmp_path):
         port = free_port()
         for rank in range(workers):
             environ = {
-                "RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(workers),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
             }
             words = tmp_path / f"words-{rank}"
             processes.append(context.Process(target=train, args=(environ, str(words), *args)))
@@ -114,7 +118,10 @@ def test_a_stopped_worker_is_named_at_the_deadline(start):
 
 def test_missing_workers_are_named_when_joining():
     environ = os.environ | {
-        "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
     }
     code = "import lockstep; lockstep.join(timeout=2)"
     result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)

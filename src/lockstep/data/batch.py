@@ -78,6 +78,8 @@ def _no_empty(found: Any) -> UsageError:
 
 def length(batch: Any) -> int:
     """How many samples a ready batch has: the first dimension of its tensors, else the length of its lists."""
+    if _is_list_of_lists(batch):
+        raise _cannot_cut(f"a {type(batch).__name__} of lists could be samples or columns; name the columns in a dict")
     for lengths in (_array_lengths(batch), _other_lengths(batch)):
         if len(lengths) > 1:
             raise _cannot_cut(f"what is in it has different lengths, {sorted(lengths)}")
@@ -138,6 +140,12 @@ def _other_lengths(batch: Any) -> set[int]:
     if tree.is_plain_sequence(batch) and not _holds_arrays(batch):
         return {len(held)}
     return {size for child in held for size in _other_lengths(child)}
+
+
+def _is_list_of_lists(batch: Any) -> bool:
+    if not tree.is_plain_sequence(batch) or _holds_arrays(batch):
+        return False
+    return any(tree.is_plain_sequence(child) for child in batch)
 
 
 def _cannot_cut(found: str) -> UsageError:

@@ -18,7 +18,7 @@ class Claim:
     """One iteration's say over `world.weight`: `hold` for each batch, `release` at the end.
 
     A released claim gives back what was there before it. Where loops run side by side, as in
-    `zip(labelled, unlabelled)`, that may be the weight of a loop that is over too: it is passed over.
+    `zip(labelled, unlabelled)`, that may be a loop that has gone on since, or that is over too and passed over.
     """
 
     def __init__(self, world: World) -> None:
@@ -41,7 +41,7 @@ class Claim:
             self._world.weight = self._below()
 
     def _below(self) -> Weight | None:
-        weight = self._before
-        while isinstance(weight, BatchWeight) and weight.claim is not None and weight.claim._released:
-            weight = weight.claim._before
-        return weight
+        before = self._before
+        if not isinstance(before, BatchWeight) or before.claim is None:
+            return before
+        return before.claim._below() if before.claim._released else before.claim._held

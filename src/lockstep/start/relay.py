@@ -4,7 +4,6 @@ A thread of its own does it, so that an output that nobody reads (a paused pager
 nothing else: they can still be ended, and on time.
 """
 
-import contextlib
 import os
 import select
 import selectors
@@ -23,14 +22,28 @@ _CHUNK_BYTES = 1 << 16
 class Stream:
     """One pipe from a worker."""
 
+    rank: int
     fd: int
     to_fd: int
     """Where its lines go."""
-    prefix: bytes = b""
-    """What stands before each of them."""
-    last_words: LastWords | None = None
-    """What keeps the end of them, for stderr."""
+    last_words: LastWords | None
+    """What keeps the end of them, if it is stderr."""
+    has_prefix: bool = True
+    """Whether the worker's number is put before each of them."""
     lines: Lines = field(default_factory=Lines)
+
+    def take(self, data: bytes) -> bytes:
+        """What is to be written now that `data` has arrived; no data means the end of the stream."""
+        now = time.monotonic()
+        lines = self.lines.feed(data, now) if data else self.lines.end()
+        # torch's own mark, which it puts before each line of a traceback once a group is open.
+        plain = [line.removeprefix(b"[rank%d]: " % self.rank) for line in lines]
+        if self.last_words is not None:
+            for line in plain:
+                self.last_words.hear(line, now)
+        if self.has_prefix:
+            lines = [b"[%d] %b" % (self.rank, line) for line in plain]
+        return b"".join(line + b"\n" for line in lines)
 
 
 class Relay(threading.Thread):
@@ -58,12 +71,7 @@ class Relay(threading.Thread):
     def _pass_on(self, stream: Stream) -> bool:
         """Read once and pass on what became whole; False at the end of the stream."""
         data = os.read(stream.fd, _CHUNK_BYTES)
-        now = time.monotonic()
-        lines = stream.lines.feed(data, now) if data else stream.lines.end()
-        if stream.last_words is not None:
-            for line in lines:
-                stream.last_words.hear(line, now)
-        self._write(stream.to_fd, b"".join(stream.prefix + line + b"\n" for line in lines))
+        self._write(stream.to_fd, stream.take(data))
         return bool(data)
 
     def _write(self, fd: int, text: bytes) -> None:
@@ -75,9 +83,3 @@ class Relay(threading.Thread):
                 select.select([], [fd], [])
             except OSError:
                 self._broken.add(fd)
-
-
-def write(fd: int, text: str) -> None:
-    """Write this process's own words, after the relay has finished; nothing happens if nobody listens."""
-    with contextlib.suppress(OSError):
-        os.write(fd, text.encode(errors="replace"))

@@ -46,6 +46,7 @@ class Supervisor:
                 give_up = time.monotonic() + self._notice.total_seconds()
             if time.monotonic() > give_up:
                 self.end(signal.SIGTERM)
+                return
 
     def end(self, signum: int) -> None:
         """Ask all workers to end by a signal, and kill those that have not when the grace time is over."""

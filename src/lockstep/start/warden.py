@@ -11,7 +11,6 @@ end of the thread that started it as the parent's death.
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,9 @@ import os, signal, sys
 for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
     signal.signal(number, signal.SIG_IGN)
 groups = set()
-for entry in map(int, sys.stdin.read().split()):  # Returns when the launcher has ended.
+for entry in map(int, sys.stdin):  # Ends when the launcher has.
+    if not entry:
+        break
     groups.add(entry) if entry > 0 else groups.discard(-entry)
 for group in groups:
     try:
@@ -79,13 +80,17 @@ class Warden:
 
     def strike(self, pid: int) -> None:
         """Take an ended worker off the list, since its number may go to another process."""
-        with contextlib.suppress(BrokenPipeError):  # Somebody killed the warden; there is nothing to be done about it.
-            os.write(self.list_fd, b"%d\n" % -pid)
+        self._write(-pid)
 
     def close(self) -> None:
-        """Let the warden end whoever is still listed, and wait for it."""
+        """Let the warden end whoever is still listed, and wait for it. Who comes too late to be listed, fails to."""
+        self._write(0)  # The end of the pipe alone would not do: a fork by another thread may hold a copy of it.
         os.close(self.list_fd)
         self._process.wait()
+
+    def _write(self, entry: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # Somebody killed the warden; the launcher can do without.
+            os.write(self.list_fd, b"%d\n" % entry)
 
     def __enter__(self) -> "Warden":
         return self

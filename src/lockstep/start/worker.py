@@ -3,9 +3,11 @@
 import contextlib
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+from lockstep.errors import LaunchError
 from lockstep.start.warden import Warden
 
 
@@ -54,3 +56,27 @@ class Worker:
         except (ProcessLookupError, PermissionError):  # PermissionError: macOS, if only zombies are left.
             return False
         return True
+
+
+def execute(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    warden: Warden,
+    *,
+    stdin: int | None = None,
+    output: int | None = None,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start `command` as a worker's process, on the warden's list and in a session of its own."""
+    try:
+        return subprocess.Popen(
+            warden.entering(command),
+            env=environ,
+            stdin=stdin,
+            stdout=output,
+            stderr=output,
+            pass_fds=(warden.list_fd, *pass_fds),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(f"{command[0]} could not be started: {error}.") from error

@@ -1,0 +1,105 @@
+"""The ways to train that are compared: each has its own weights and optimizer state, and takes the same batches.
+
+limit, plain   the bare module, each worker for itself: no communication at all
+ddp            torch's DistributedDataParallel, with its gradients as views of its buckets
+lockstep       lockstep.DataParallel
+fsdp2          torch's fully_shard, one unit per block
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import models
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lockstep
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all variants of one run have in common."""
+
+    model: str
+    batch: int
+    """Sequences per worker and step."""
+    context: int
+    """Tokens per sequence."""
+    bf16: bool
+    """Whether the forward pass runs under bfloat16 autocast."""
+    bucket_cap_mb: float | None
+    """Size of a bucket, for the variants that have some; None for each one's default."""
+
+
+class Variant:
+    """A model, wrapped in one of the ways, and its optimizer."""
+
+    def __init__(self, name: str, setup: Setup, world: lockstep.World) -> None:
+        torch.manual_seed(0)  # The same first weights for every variant.
+        module = models.build(setup.model).to(world.device)
+        self.model = WRAPS[name](module, setup, world)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        self.loss = torch.zeros(())
+        self._autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=setup.bf16)
+
+    def step(self, batch: Batch) -> None:
+        """One full step: forward, backward, update."""
+        self.forward(batch)
+        self.loss.backward()
+        self.update()
+
+    def forward(self, batch: Batch) -> None:
+        """Compute the loss."""
+        with self._autocast:
+            self.loss = self.model(*batch)
+
+    def update(self) -> None:
+        """Move the weights by the gradients, and drop those."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> Tensor:
+        """All weights in one tensor on the host, to compare variants by."""
+        params = nn.utils.parameters_to_vector(self.model.parameters())
+        return params.detach().cpu()
+
+
+def batches(setup: Setup, world: lockstep.World, count: int = 4) -> list[Batch]:
+    """This worker's batches of random tokens, different on every worker."""
+    generator = torch.Generator().manual_seed(1 + world.rank)
+    shape = (count, setup.batch, setup.context + 1)
+    drawn = torch.randint(models.SIZES[setup.model].vocab, shape, generator=generator).to(world.device)
+    return [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in drawn]
+
+
+def _bare(module: models.GPT, setup: Setup, world: lockstep.World) -> nn.Module:
+    return module
+
+
+def _ddp(module: models.GPT, setup: Setup, world: lockstep.World) -> nn.Module:
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=setup.bucket_cap_mb)
+
+
+def _lockstep(module: models.GPT, setup: Setup, world: lockstep.World) -> nn.Module:
+    return lockstep.DataParallel(module, bucket_cap_mb=setup.bucket_cap_mb)
+
+
+def _fsdp2(module: models.GPT, setup: Setup, world: lockstep.World) -> nn.Module:
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+WRAPS: dict[str, Callable[[models.GPT, Setup, lockstep.World], nn.Module]] = {
+    "limit": _bare,
+    "plain": _bare,
+    "ddp": _ddp,
+    "lockstep": _lockstep,
+    "fsdp2": _fsdp2,
+}

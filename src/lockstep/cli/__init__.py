@@ -1,0 +1,1 @@
+"""The command line: words for people. One module per command."""

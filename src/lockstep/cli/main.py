@@ -1,0 +1,52 @@
+"""The `lockstep` command.
+
+A command is a module of this package with two functions: `add_parser(subparsers)` describes it, and `run(args)`
+does it and returns the exit code. A command's module imports what takes long (torch) inside `run`.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from lockstep import __version__
+from lockstep.errors import LaunchError, UsageError
+
+COMMANDS = ("run",)
+"""Names of the modules, in the order in which `lockstep --help` lists them."""
+
+USAGE_ERROR = 2
+"""The exit code for a command line, or a request, that cannot be right; argparse has the same."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Only the command that was asked for is imported.
+    names = words[:1] if words and words[0] in COMMANDS else COMMANDS
+    modules = {name: importlib.import_module(f"lockstep.cli.{name}") for name in names}
+    args = _parser(modules.values()).parse_args(words)
+    try:
+        status: int = modules[args.command].run(args)
+    except (LaunchError, UsageError) as error:
+        print(f"lockstep {args.command}: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return status
+
+
+def _parser(commands: Iterable[ModuleType]) -> argparse.ArgumentParser:
+    parser = _Parser(prog="lockstep", description="Data-parallel training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for command in commands:
+        command.add_parser(subparsers)
+    return parser
