@@ -27,7 +27,6 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    default_collate,
     get_worker_info,
 )
 from torch.utils.data._utils.pin_memory import pin_memory

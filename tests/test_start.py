@@ -54,7 +54,7 @@ def test_gpus_are_counted_as_cuda_counts_them(visible, expected):
 def test_cores_in_a_container():
     assert host.cores_in_quota("max 100000\n") is None
     assert host.cores_in_quota("250000 100000\n") == 2
-    assert 1 <= host.num_cores()
+    assert host.num_cores() >= 1
 
 
 def test_numbers_of_workers_and_threads():

@@ -36,7 +36,7 @@ class Forked:
                 os.dup2(files[0] if stdout_fd is None else stdout_fd, 1)
                 os.dup2(files[1], 2)
                 os.closerange(3, 1024)
-                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
                 os.chdir(folder)
                 code = function()
                 sys.stdout.flush()

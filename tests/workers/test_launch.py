@@ -18,6 +18,7 @@ from lockstep import world as worlds
 from lockstep.errors import LaunchError, UsageError, WorkerFailed, WorkerLost
 from lockstep.start import host
 from lockstep.start.function import launch
+from lockstep.start.meeting import Meeting
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -30,13 +31,20 @@ def _clean_environment(monkeypatch):
         worlds._Current.world.leave()
 
 
+@pytest.fixture(scope="module")
+def _a_first_store():
+    """torch opens two files with its first store, and keeps them."""
+    with Meeting() as meeting:
+        meeting.attend()
+
+
 @pytest.fixture(autouse=True)
-def _nothing_is_left(_clean_environment):
+def _nothing_is_left(_clean_environment, _a_first_store):
     """No test leaves a child, an open file, a thread or a change of the environment behind."""
 
     def state():
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-        return environ, set(os.listdir("/proc/self/fd")), threading.active_count(), children()
+        return environ, {path.name for path in Path("/proc/self/fd").iterdir()}, threading.active_count(), children()
 
     before = state()
     yield
@@ -142,6 +150,14 @@ def test_what_workers_register_for_their_end_is_run_and_what_the_parent_did_is_n
     assert sorted(path.name for path in tmp_path.iterdir()) == ["worker0", "worker1"]
 
 
+def test_a_worker_that_crashes_after_it_has_returned_has_returned():
+    def work():
+        atexit.register(os._exit, 9)
+        return rank()
+
+    assert launch(work, 2) == [0, 1]
+
+
 def stay_unless(number, how):
     """What workers do of which one fails."""
 
@@ -187,7 +203,7 @@ def test_failures(how, kind, message):
 
 def test_results_that_cannot_be_sent():
     with pytest.raises(WorkerFailed, match="worker 0 returned a lock that cannot be sent"):
-        launch(threading.Lock, 1)
+        launch(lambda: threading.Lock(), 1)
 
 
 def test_leaving_by_exit_zero_is_no_failure():
@@ -217,7 +233,7 @@ def test_calls_that_cannot_be_right(monkeypatch):
 
 
 def test_a_fork_refuses_to_inherit_a_world():
-    with lockstep.join(), pytest.raises(LaunchError, match="has joined a world already"):
+    with lockstep.join(), pytest.raises(LaunchError, match="this process is in a world"):
         launch(lambda: None, 2)
     assert launch(lambda: 1, 1) == [1]
 
@@ -261,11 +277,10 @@ def python(*arguments, code, cwd):
 
 def test_interactive_code(tmp_path):
     code = """
-from lockstep.start.function import launch
 import lockstep
 def train(x):
     return lockstep.join().sum(x)
-print(launch(train, workers=2, args=(3,)))
+print(lockstep.launch(train, workers=2, args=(3,)))
 """
     done = python("-", code=code, cwd=tmp_path)
     assert done.stdout == "[6, 6]\n", done.stderr

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 from processes import PUBLISH, Ended, Forked, wait_for_pids, wait_until, wait_until_gone

@@ -4,6 +4,7 @@ In the order in which a launch passes through them:
 
     command     `lockstep run`: a script or module on every worker
     function    `lockstep.launch`: a function on every worker
+    signals     by which the launcher is told to end
     host        what this machine offers: cores, GPUs
     variables   a worker's environment
     meeting     the place where the workers meet, served by the launcher

@@ -3,17 +3,15 @@
 Phases: start; watch and relay; end; tell who failed first.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 
 from lockstep.errors import LaunchError
 from lockstep.start import host
@@ -21,6 +19,7 @@ from lockstep.start.failure import Failure, first
 from lockstep.start.last_words import LastWords
 from lockstep.start.meeting import Meeting
 from lockstep.start.relay import Relay, Stream
+from lockstep.start.signals import Signals
 from lockstep.start.supervisor import NOTICE, Supervisor
 from lockstep.start.variables import refuse_nesting, variables
 from lockstep.start.warden import Warden
@@ -49,12 +48,8 @@ class Outcome:
         return self.failure.status if self.failure else 0
 
 
-class _Stopped(BaseException):
-    """This process was told to end. Not an Exception: nobody is to handle it on its way."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
+class _Stopped(Exception):
+    """This process was told to end."""
 
 
 def python_command(script: str, args: Sequence[str], *, as_module: bool) -> list[str]:
@@ -84,44 +79,49 @@ def run(
     size = host.num_workers(workers)
     num_threads = host.num_threads(threads, size, os.environ)
     refuse_nesting(os.environ)
-    try:
-        with _signals_raised(), Meeting() as meeting, Warden() as warden:
-            processes = []
-            for rank in range(size):
-                environ = _environ(rank, size, meeting.port, num_threads)
-                processes.append(
-                    execute(command, environ, warden)
-                    if size == 1
-                    else execute(command, environ, warden, stdin=subprocess.DEVNULL, output=subprocess.PIPE)
-                )
-            return _watch(processes, meeting, warden, prefix, notice)
-    except _Stopped as stopped:  # A second signal, while the first was being followed.
-        return Outcome(size, signum=stopped.signum)
+    with Signals() as signals, Meeting() as meeting, Warden() as warden:
+        processes = []
+        for rank in range(size):
+            environ = _environ(rank, size, meeting.port, num_threads)
+            processes.append(
+                execute(command, environ, warden)
+                if size == 1
+                else execute(command, environ, warden, stdin=subprocess.DEVNULL, output=subprocess.PIPE)
+            )
+        crew = [Worker(rank, process.pid, process.poll, warden) for rank, process in enumerate(processes)]
+        last_words = [LastWords() for _ in processes]
+        relay = Relay(_streams(processes, last_words, prefix))
+        relay.start()
+        signum = _watch(crew, meeting, signals, notice)
+        relay.finish()
+    return Outcome(size, first(_failures(crew, last_words)), signum)
 
 
-def _watch(
-    processes: list[subprocess.Popen[bytes]], meeting: Meeting, warden: Warden, prefix: bool, notice: timedelta
-) -> Outcome:
-    workers = [Worker(rank, process.pid, process.poll, warden) for rank, process in enumerate(processes)]
-    last_words = [LastWords() for _ in processes]
-    relay = Relay(_streams(processes, last_words, prefix))
-    relay.start()
+def _watch(workers: list[Worker], meeting: Meeting, signals: Signals, notice: timedelta) -> int:
+    """Return when all workers have ended; if it was by a signal to this process, its number, else 0."""
 
     def attend(seconds: float) -> None:
+        if signals.received:
+            raise _Stopped
         meeting.attend()
         time.sleep(seconds)
 
-    supervisor = Supervisor(workers, attend=attend, notice=notice)
-    signum = 0
+    supervisor = Supervisor(
+        workers,
+        attend=attend,
+        is_over=lambda: any(worker.has_failed for worker in workers),
+        is_urgent=lambda: signals.came_again,
+        notice=notice,
+    )
     try:
         supervisor.watch()
-    except _Stopped as stopped:
-        signum = stopped.signum
+    except _Stopped:
+        signum = signals.received[0]
         supervisor.end(signal.SIGTERM if signum == signal.SIGPIPE else signum)
+        return signum
     finally:
         supervisor.kill()
-    relay.finish()
-    return Outcome(len(workers), first(_failures(workers, last_words)), signum)
+    return 0
 
 
 def _streams(processes: list[subprocess.Popen[bytes]], last_words: list[LastWords], prefix: bool) -> list[Stream]:
@@ -134,42 +134,23 @@ def _streams(processes: list[subprocess.Popen[bytes]], last_words: list[LastWord
 
 
 def _failures(workers: list[Worker], last_words: list[LastWords]) -> list[Failure]:
-    failures = []
-    for worker, words in zip(workers, last_words, strict=True):
-        if worker.has_failed and worker.code is not None:
-            began = words.traceback_at
-            # Its end is seen after its peers may have failed because of it; its traceback is older than theirs.
-            is_cause = began is not None and worker.code > 0 and worker.ended_at - began < _TEARDOWN.total_seconds()
-            time_failed = began if is_cause and began is not None else worker.ended_at
-            failures.append(Failure(worker.rank, time_failed, worker.code, words.text()))
-    return failures
+    return [
+        Failure(worker.rank, _time_failed(worker, words), worker.code, words.text())
+        for worker, words in zip(workers, last_words, strict=True)
+        if worker.has_failed and worker.code is not None
+    ]
+
+
+def _time_failed(worker: Worker, words: LastWords) -> float:
+    """When a worker failed: its end is seen late, when its peers may have failed of it; its traceback is older."""
+    began = words.traceback_at
+    was_killed = worker.code is not None and worker.code < 0
+    if began is None or was_killed or worker.ended_at - began > _TEARDOWN.total_seconds():
+        return worker.ended_at
+    return began
 
 
 def _environ(rank: int, size: int, port: int, num_threads: int | None) -> dict[str, str]:
     """A worker's whole environment. Its output is not to linger in buffers: what a killed one said last counts."""
     added = variables(os.environ, rank=rank, size=size, port=port, num_threads=num_threads)
     return {"PYTHONUNBUFFERED": "1", **os.environ, **added}
-
-
-@contextlib.contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Raise _Stopped in this thread when the process is told to end, or when nobody reads its output any more.
-
-    A signal that is ignored by whoever started us (nohup, a shell's background job) stays ignored; SIGPIPE is always
-    taken, since it is Python itself that ignores it.
-    """
-    handled = [
-        signum
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
-        if signum == signal.SIGPIPE or signal.getsignal(signum) != signal.SIG_IGN
-    ]
-    before = {signum: signal.signal(signum, _raise_stopped) for signum in handled}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def _raise_stopped(signum: int, frame: FrameType | None) -> None:
-    raise _Stopped(signum)

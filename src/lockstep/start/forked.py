@@ -31,7 +31,7 @@ class Forked:
         if obstacle:
             raise LaunchError(
                 f"{call} cannot run in fresh interpreters, since {reason}; and it cannot run in forks of this process, "
-                f"since {obstacle}. Either change that, or put the function into a module (a .py file) and import it."
+                f"since {obstacle}. Change that, or put the function into a module (a .py file) and import it."
             )
         self._call = call
         self._processes: list[ForkProcess] = []
@@ -71,7 +71,7 @@ def _obstacle(threads: int | None) -> str | None:
         return "CUDA is in use here already, and no fork can use it then"
     world = sys.modules.get("lockstep.world")
     if torch.distributed.is_initialized() or (world is not None and world._Current.world is not None):
-        return "this process has joined a world already, and a fork would take it for its own (`world.leave()` ends it)"
+        return "this process is in a world (`lockstep.join().leave()` ends that), and a fork would take it for its own"
     return None
 
 

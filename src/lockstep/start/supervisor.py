@@ -23,26 +23,29 @@ class Supervisor:
         workers: Sequence[Worker],
         *,
         attend: Callable[[float], None],
-        is_over: Callable[[], bool] = lambda: False,
+        is_over: Callable[[], bool],
+        is_urgent: Callable[[], bool] = lambda: False,
         notice: timedelta = NOTICE,
     ) -> None:
         """Watch over `workers`.
 
         attend: called between looks, for so many seconds at most, to do whatever else the launcher has to do.
-        is_over: tells that workers have no more reason to go on, besides one of them having failed.
-        notice: how long they may then still take.
+        is_over: tells that workers have no more reason to go on, as when one has failed.
+        is_urgent: tells that workers which were asked to end are to be killed without further ado.
+        notice: how long they may still take when it is over.
         """
         self._workers = workers
         self._attend = attend
         self._is_over = is_over
+        self._is_urgent = is_urgent
         self._notice = notice
 
     def watch(self) -> None:
-        """Return when all workers have ended: by themselves, or ended from here soon after one has failed."""
+        """Return when all workers have ended: by themselves, or ended from here soon after it is over."""
         give_up = float("inf")
         while self._running():
             self._attend(LOOK_SECONDS)
-            if give_up == float("inf") and (self._is_over() or any(worker.has_failed for worker in self._workers)):
+            if give_up == float("inf") and self._is_over():
                 give_up = time.monotonic() + self._notice.total_seconds()
             if time.monotonic() > give_up:
                 self.end(signal.SIGTERM)
@@ -50,18 +53,19 @@ class Supervisor:
 
     def end(self, signum: int) -> None:
         """Ask all workers to end by a signal, and kill those that have not when the grace time is over."""
-        self._tell(signum, GRACE)
+        self._tell(signum, until=self._is_urgent)
         self.kill()
 
     def kill(self) -> None:
         """Leave no worker running. Only one that hangs inside the system's kernel is not waited for."""
-        self._tell(signal.SIGKILL, GRACE)
+        self._tell(signal.SIGKILL, until=lambda: False)
 
-    def _tell(self, signum: int, patience: timedelta) -> None:
+    def _tell(self, signum: int, until: Callable[[], bool]) -> None:
+        """Send a signal, and wait for the workers to end, for the grace time at most."""
         for worker in self._workers:
             worker.tell(signum)
-        give_up = time.monotonic() + patience.total_seconds()
-        while self._running() and time.monotonic() < give_up:
+        give_up = time.monotonic() + GRACE.total_seconds()
+        while self._running() and time.monotonic() < give_up and not until():
             time.sleep(LOOK_SECONDS / 5)
 
     def _running(self) -> list[Worker]:
