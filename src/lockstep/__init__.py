@@ -1,26 +1,32 @@
 """Data-parallel training for PyTorch: exact, fast, unbreakable, plain.
 
-world  = lockstep.join()
-model  = lockstep.DataParallel(net.to(world.device))
-loader = lockstep.shard(loader)
+    world  = lockstep.join()
+    model  = lockstep.DataParallel(net.to(world.device))
+    loader = lockstep.shard(loader)
+
+Names are loaded when first used, so that `lockstep run` need not wait for torch before it starts its workers.
 """
 
-from lockstep.data.loader import shard
-from lockstep.errors import (
-    LaunchError,
-    LockstepError,
-    ModelMismatch,
-    StepVoid,
-    UsageError,
-    WorkerFailed,
-    WorkerLost,
-)
-from lockstep.replica.backward import backward
-from lockstep.replica.batch_norm import SyncBatchNorm
-from lockstep.replica.data_parallel import DataParallel
-from lockstep.start.function import launch
-from lockstep.train.learning_rate import scale_lr
-from lockstep.world import World, join
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.data.loader import shard
+    from lockstep.errors import (
+        LaunchError,
+        LockstepError,
+        ModelMismatch,
+        StepVoid,
+        UsageError,
+        WorkerFailed,
+        WorkerLost,
+    )
+    from lockstep.replica.backward import backward
+    from lockstep.replica.batch_norm import SyncBatchNorm
+    from lockstep.replica.data_parallel import DataParallel
+    from lockstep.start.function import launch
+    from lockstep.train.learning_rate import scale_lr
+    from lockstep.world import World, join
 
 __version__ = "0.1.0"
 
@@ -41,3 +47,26 @@ __all__ = [
     "scale_lr",
     "shard",
 ]
+
+_HOMES = {
+    "DataParallel": "replica.data_parallel",
+    "SyncBatchNorm": "replica.batch_norm",
+    "World": "world",
+    "backward": "replica.backward",
+    "join": "world",
+    "launch": "start.function",
+    "scale_lr": "train.learning_rate",
+    "shard": "data.loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    home = importlib.import_module(f"lockstep.{_HOMES.get(name, 'errors')}")
+    value = globals()[name] = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -224,6 +224,11 @@ class _Current:
     world: World | None = None
 
 
+def current() -> World | None:
+    """The world that this process has joined, if any."""
+    return _Current.world
+
+
 def join(
     *,
     seed: int | None = None,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import GPT, MLP, build, difference, part_of, weights_of
+from models import GPT, MLP, difference, part_of, weights_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -145,9 +145,13 @@ class _Normalize(torch.autograd.Function):
             grad_x.addcmul_(deviation, _along_channels((-slope * inv_std * sum_dy_xhat / total).to(x.dtype), x))
             grad_x.sub_(_along_channels((slope * sum_dy / total).to(x.dtype), x))
         has_weight, has_bias = ctx.needs_input_grad[1:3]
-        grad_weight = grad_weight.to(param_dtype) if has_weight else None
-        grad_bias = grad_bias.to(param_dtype) if has_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return (
+            grad_x,
+            grad_weight.to(param_dtype) if has_weight else None,
+            grad_bias.to(param_dtype) if has_bias else None,
+            None,
+            None,
+        )
 
 
 def _along_channels(per_channel: Tensor, x: Tensor) -> Tensor:

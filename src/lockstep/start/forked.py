@@ -70,7 +70,7 @@ def _obstacle(threads: int | None) -> str | None:
     if torch.cuda.is_initialized():
         return "CUDA is in use here already, and no fork can use it then"
     world = sys.modules.get("lockstep.world")
-    if torch.distributed.is_initialized() or (world is not None and world._Current.world is not None):
+    if torch.distributed.is_initialized() or (world is not None and world.current() is not None):
         return "this process is in a world (`lockstep.join().leave()` ends that), and a fork would take it for its own"
     return None
 
