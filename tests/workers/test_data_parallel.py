@@ -603,6 +603,33 @@ def test_comm_hooks_ours_and_torchs(pool):
         assert [last for _, last, _ in seen] == [False] * (len(seen) - 1) + [True]
 
 
+def smaller_dtypes(world):
+    """torch's mixed_precision: bf16 forward and backward, bf16 on the way, float32 weights."""
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.Linear(32, 2))
+    half = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    model = lockstep.DataParallel(net, mixed_precision=half)
+    x = torch.arange(24.0).view(2, 12) / 24 * (1 + world.rank)
+    out = model(x)
+    out.float().square().mean().backward()
+    return str(out.dtype), [p.grad.numpy().copy() for p in net.parameters()], str(net[0].weight.dtype)
+
+
+def test_mixed_precision_of_ddp(pool):
+    results = pool.run(2, smaller_dtypes)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.Linear(32, 2))
+    for rank in range(2):
+        (net(torch.arange(24.0).view(2, 12) / 24 * (1 + rank)).square().mean() / 2).backward()
+    for dtype, grads, kept in results:
+        assert (dtype, kept) == ("torch.bfloat16", "torch.float32")
+        assert all(np.array_equal(a, b) for a, b in zip(grads, results[0][1], strict=True))
+        last = list(net.parameters())[-1].grad.numpy()
+        assert np.linalg.norm(grads[-1] - last) < 0.05 * np.linalg.norm(last)
+
+
 def two_models(world):
     """A generator and a discriminator, each wrapped, in one backward pass and in separate ones."""
     torch.manual_seed(1)

@@ -20,6 +20,7 @@ from lockstep.replica import agreement, layout
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.hook import CommHook
+from lockstep.replica.precision import Precision, reduce_in
 from lockstep.replica.reducer import Reducer
 from lockstep.replica.uneven import Uneven
 from lockstep.world import World, join
@@ -62,6 +63,7 @@ class DataParallel(nn.Module):
     init_sync: False leaves the first weights and buffers as they are.
     process_group, device_mesh: reduce over these workers instead of all.
     bucket_cap_mb: the size of a bucket; 25 if not given. `bucket_cap_mb_list`: its last entry counts.
+    mixed_precision: torch's own experiment, as there; `torch.autocast` is the better tool.
 
     Unnecessary here, accepted and without effect: `find_unused_parameters`, `static_graph`,
     `gradient_as_bucket_view`, `check_reduction`, `skip_all_reduce_unused_params`, `batched_grad_copy` (unused
@@ -96,12 +98,8 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         _require_module(module)
-        if mixed_precision is not None:
-            raise UsageError(
-                "DataParallel(mixed_precision=...) is torch DDP's private experiment. Use torch.autocast around the "
-                "forward pass: gradients then stay in the parameters' dtype."
-            )
         self.module = module
+        self._precision = Precision(mixed_precision, module) if mixed_precision is not None else None
         self.world = _world(process_group, device_mesh)
         self.require_backward_grad_sync = True
         self._input_device = _input_device(device_ids)
@@ -120,6 +118,8 @@ class DataParallel(nn.Module):
                 buffers=Buffers(self.world, [o for o in owners if not _is_equal_anyway(*o)] if keeps_buffers else []),
                 bucket_cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
             )
+            if self._precision is not None and self._precision.reduce_dtype is not None:
+                self.register_comm_hook((self._reducer.group, self._precision.reduce_dtype), reduce_in)
         seeds.diverge(self.world.seed, self.world.rank)
         self.world.replicas.add(self)
 
@@ -130,15 +130,18 @@ class DataParallel(nn.Module):
             inputs, kwargs = batches.move((inputs, kwargs), self._input_device, non_blocking=True)
         reducer = self._reducer
         if reducer is None or not torch.is_grad_enabled():
-            return self.module(*inputs, **kwargs)
+            return self._call(inputs, kwargs)
         if self.world.events:
             self.world.events.emit(Kind.FORWARD, reducer.step)
         reducer.before_forward(self.require_backward_grad_sync)
-        output = self.module(*inputs, **kwargs)
+        output = self._call(inputs, kwargs)
         for leaf in tree.leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _grad, begin=reducer.begin: begin())
         return output
+
+    def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.module(*inputs, **kwargs) if self._precision is None else self._precision.call(inputs, kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
