@@ -745,6 +745,6 @@ def order_of_gpt(world):
     for _ in range(2):
         F.cross_entropy(model(torch.ones(2, 5, dtype=torch.long)), torch.ones(2, 5, dtype=torch.long)).backward()
     reducer = model._reducer
-    place = {name: reducer._places[i][0].place for i, (name, _) in enumerate(net.named_parameters())}
+    place = {name: reducer._buckets.places[i][0].place for i, (name, _) in enumerate(net.named_parameters())}
     order = ["blocks.2.mlp.2.weight", "blocks.1.mlp.2.weight", "blocks.0.mlp.2.weight", "embed.weight"]
     return [place[name] for name in order]

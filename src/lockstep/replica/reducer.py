@@ -31,8 +31,9 @@ from torch import Tensor
 from lockstep.comm.backend import reduction_group
 from lockstep.errors import StepVoid, UsageError
 from lockstep.events import Kind
-from lockstep.replica import layout, sparse
+from lockstep.replica import sparse
 from lockstep.replica.bucket import Bucket
+from lockstep.replica.buckets import Buckets
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.hook import CommHook
 from lockstep.replica.notes import Notes, tail_numel
@@ -60,7 +61,6 @@ class Reducer:
         self._params = params
         self._sparse = sparse_params
         self._buffers = buffers
-        self._cap_bytes = bucket_cap_bytes
         self.group = reduction_group(world.group, params[0].device if params else world.device)
         self.weighing = Weighing(world.size)
         self.is_joining = False
@@ -73,13 +73,14 @@ class Reducer:
         """How many synchronised passes have ended."""
         self._hook: CommHook | None = None
         self._hooked: set[int] = set()
-        # The plan: the order in which gradients are expected is a guess until the first step has shown it.
-        self._order = [index for index in reversed(trained) if index not in sparse_params]
         self._observed: list[int] | None = []
-        self._deferred: set[int] = set()
-        self._buckets: list[Bucket] = []
-        self._places: list[tuple[Bucket, int] | None] = [None] * len(params)
-        self._make_buckets()
+        self._buckets = Buckets(
+            params,
+            [index for index in reversed(trained) if index not in sparse_params],
+            cap_bytes=bucket_cap_bytes,
+            tail_numel=tail_numel(len(params), len(buffers)),
+        )
+        self._renew_buckets()
         # The pass in flight.
         self._syncs = True
         self._expects_pass = False
@@ -94,7 +95,7 @@ class Reducer:
     def use_hook(self, hook: CommHook) -> None:
         """Reduce buckets by `hook` from the next pass on."""
         self._hook = hook
-        self._plan_is_due = True
+        self._buckets.is_due = True
 
     # Before the backward pass
 
@@ -119,34 +120,9 @@ class Reducer:
 
         param.register_post_accumulate_grad_hook(arrived)
 
-    def _make_buckets(self) -> None:
-        """Lay the flat buffers out anew. Gradients in old ones move over as they arrive."""
-        plans = layout.plan(
-            self._specs(self._order),
-            tail_numel=tail_numel(len(self._params), len(self._buffers)),
-            tail_alone=self._hook is not None,
-            cap_bytes=self._cap_bytes,
-            first_cap_bytes=min(layout.FIRST_BUCKET_BYTES, self._cap_bytes),
-        )
-        self._buckets.clear()  # Free the old ones first where no gradient holds them.
-        self._places = [None] * len(self._params)
-        for place, plan in enumerate(plans):
-            bucket = Bucket(place, plan, self._params)
-            self._buckets.append(bucket)
-            for number, slot in enumerate(plan.slots):
-                self._places[slot.index] = (bucket, number)
-        for bucket in self._buckets:
-            bucket.is_last_with_grads = all(not later.plan.slots for later in self._buckets[bucket.place + 1 :])
-        self._notes = Notes(self._world, self._buckets[-1], len(self._params), len(self._buffers))
-        self._plan_is_due = False
-
-    def _specs(self, order: Sequence[int]) -> list[layout.ParamSpec]:
-        specs = []
-        for index in order:
-            param = self._params[index]
-            real = 2 if param.is_complex() else 1
-            specs.append(layout.ParamSpec(index, real * param.numel(), param.dtype.to_real(), param.device))
-        return specs
+    def _renew_buckets(self) -> None:
+        self._buckets.renew(tail_alone=self._hook is not None)
+        self._notes = Notes(self._world, self._buckets.closing, len(self._params), len(self._buffers))
 
     # The backward pass: begin and arrive
 
@@ -159,8 +135,8 @@ class Reducer:
         self.weighing.begin(self._world.weight, (self._params[index] for index in self._touched))
         if not self._syncs:
             return
-        if self._plan_is_due:
-            self._make_buckets()
+        if self._buckets.is_due:
+            self._renew_buckets()
         finish = _Finish(self)
         self._armed = weakref.ref(finish)
         torch.autograd.Variable._execution_engine.queue_callback(finish)
@@ -179,8 +155,8 @@ class Reducer:
         self._has_arrived = True
         if self._observed is not None:
             self._observed.append(index)
-        place = self._places[index]
-        if place is None or index in self._deferred:
+        place = self._buckets.places[index]
+        if place is None or self._buckets.is_deferred(index):
             self._touched.add(index)
             if place is None and index not in self._sparse:
                 self._extra.add(index)
@@ -195,8 +171,8 @@ class Reducer:
 
     def _launch_full(self) -> None:
         """Launch, in turn, the buckets that are full; not the one that closes the step."""
-        while self._num_launched < len(self._buckets) - 1:
-            bucket = self._buckets[self._num_launched]
+        while self._num_launched < len(self._buckets.all) - 1:
+            bucket = self._buckets.all[self._num_launched]
             if bucket.num_missing:
                 return
             self._launch(bucket)
@@ -210,6 +186,9 @@ class Reducer:
     def _send(self, bucket: Bucket) -> Any:
         if self._hook is not None and bucket.plan.slots:
             return self._hook.launch(bucket)
+        return self._send_plainly(bucket)
+
+    def _send_plainly(self, bucket: Bucket) -> Any:
         return dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     # The backward pass: finish
@@ -222,7 +201,7 @@ class Reducer:
         if self._world.events:
             self._world.events.emit(Kind.WAITING, self.step)
         try:
-            for bucket in self._buckets[self._num_launched :]:
+            for bucket in self._buckets.all[self._num_launched :]:
                 bucket.fill_missing(self.weighing.factor)
             self._notes.write(
                 self.weighing.counted,
@@ -239,10 +218,10 @@ class Reducer:
 
     def shadow(self) -> int:
         """Take part in a step with nothing to add; returns how many workers had something."""
-        if self._plan_is_due:
-            self._make_buckets()
+        if self._buckets.is_due:
+            self._renew_buckets()
         self.weighing.withdraw()
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             bucket.flat.zero_()
         try:
             self._notes.write(0.0, unused=(), changed=(), explicit=False, active=False)
@@ -275,7 +254,7 @@ class Reducer:
             raise UsageError(f"worker {self._world.rank}: another worker ran out of batches before this one.")
         self.weighing.settle(notes.counted, is_explicit=notes.num_explicit > 0, is_uneven=self.is_uneven)
         if self.weighing.divisor is not None:
-            for bucket in self._buckets:
+            for bucket in self._buckets.all:
                 bucket.divide(self.weighing.divisor)
         num_active = notes.num_active
         changed = notes.changed()
@@ -292,19 +271,19 @@ class Reducer:
     def _unused(self) -> list[int]:
         """Parameters for which this worker has no gradient of its own."""
         unused = []
-        for index, place in enumerate(self._places):
+        for index, place in enumerate(self._buckets.places):
             if index not in self._touched and (place is None or not place[0].has(place[1])):
                 unused.append(index)
         return unused
 
     def _launch_rest(self) -> None:
-        for bucket in self._buckets[self._num_launched :]:
+        for bucket in self._buckets.all[self._num_launched :]:
             self._launch(bucket)
         self._notes.launch()
 
     def _await_all(self) -> None:
         self._notes.wait()
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             self._await(bucket)
             if self._world.events:
                 self._world.events.emit(Kind.REDUCED, self.step, bucket.place, bucket.num_bytes)
@@ -312,7 +291,11 @@ class Reducer:
     def _await(self, bucket: Bucket) -> None:
         if self._hook is not None and bucket.plan.slots:
             self._hook.wait(bucket, self._world, self._describe(bucket))
-        elif bucket.flat.device.type == "cpu":
+        else:
+            self._await_plainly(bucket)
+
+    def _await_plainly(self, bucket: Bucket) -> None:
+        if bucket.flat.device.type == "cpu":
             self._world.wait(bucket.work, self._describe(bucket))
         elif bucket.work is not None:
             bucket.work.wait()
@@ -344,13 +327,13 @@ class Reducer:
 
     def _hand_out(self, extras: dict[int, Tensor]) -> None:
         """Let `param.grad` be the reduced gradient wherever some worker has used the parameter."""
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             for number, slot in enumerate(bucket.plan.slots):
                 if bucket.has(number) or slot.index in self._touched or self._notes.is_used(slot.index):
                     bucket.params[number].grad = bucket.views[number]
         for index, extra in extras.items():
             param = self._params[index]
-            if self._places[index] is None:
+            if self._buckets.places[index] is None:
                 param.grad = extra
             else:
                 assert param.grad is not None
@@ -368,21 +351,16 @@ class Reducer:
         """Reduce, now, what no bucket took on some worker; from the next pass on it has a place in the plan."""
         indices = sorted(set().union(*self._world.gather(self._extra)))
         reduced: dict[int, Tensor] = {}
-        for place, plan in enumerate(layout.plan(self._specs(indices), tail_numel=0, tail_alone=True)[:-1]):
-            bucket = Bucket(place, plan, self._params)
-            for number, slot in enumerate(plan.slots):
+        for bucket in self._buckets.temporary(indices):
+            for number, slot in enumerate(bucket.plan.slots):
                 if slot.index in self._extra:
                     bucket.put(number, bucket.params[number], self.weighing.factor)
                 reduced[slot.index] = bucket.views[number]
-            bucket.launch(lambda bucket: dist.all_reduce(bucket.flat, group=self.group, async_op=True))
-            self._await(bucket)
+            bucket.launch(self._send_plainly)
+            self._await_plainly(bucket)
             if self.weighing.divisor is not None:
                 bucket.divide(self.weighing.divisor)
-        self._order += [index for index in indices if self._places[index] is None]
-        self._deferred.update(index for index in indices if self._places[index] is not None)
-        # A gradient that comes in several portions is sent at the end of the pass, so it must not hold others up.
-        self._order.sort(key=lambda index: index in self._deferred)
-        self._plan_is_due = True
+        self._buckets.make_room_for(indices)
         return reduced
 
     def authority(self, is_active: bool) -> int:
@@ -398,16 +376,11 @@ class Reducer:
         """After the first step: expect gradients in the order in which worker 0 saw them."""
         if self._observed is None:
             return
-        seen = [index for index in dict.fromkeys(self._world.broadcast(self._observed)) if index not in self._sparse]
+        self._buckets.expect(self._world.broadcast(self._observed))
         self._observed = None
-        rank = {index: place for place, index in enumerate(seen)}
-        order = sorted(self._order, key=lambda index: (index in self._deferred, rank.get(index, len(rank))))
-        if order != self._order:
-            self._order = order
-            self._plan_is_due = True
 
     def _reset(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self._buckets.all:
             bucket.reset()
         self._num_launched = 0
         self._has_arrived = False

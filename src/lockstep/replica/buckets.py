@@ -1,0 +1,91 @@
+"""All buckets of a replica, in launch order, and the order in which gradients are expected.
+
+The order is a guess (the reverse of registration) until the first step has shown it, and grows with parameters that
+get a gradient only later. It is the same on all workers at all times: it changes only by what all of them agreed on.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from lockstep.replica import layout
+from lockstep.replica.bucket import Bucket
+
+
+class Buckets:
+    """The flat buffers of one replica. Made anew by `renew` when the order has changed."""
+
+    def __init__(self, params: Sequence[Tensor], order: Sequence[int], *, cap_bytes: int, tail_numel: int) -> None:
+        self._params = params
+        self._order = list(order)
+        self._deferred: set[int] = set()
+        self._cap_bytes = cap_bytes
+        self._tail_numel = tail_numel
+        self.all: list[Bucket] = []
+        """In launch order; the last one closes the step."""
+        self.places: list[tuple[Bucket, int] | None] = []
+        """Of each parameter: its bucket and its slot there, or None if it has no place."""
+        self.is_due = True
+        """Whether they have to be made anew before the next pass."""
+
+    @property
+    def closing(self) -> Bucket:
+        """The bucket that closes the step, and carries the notes."""
+        return self.all[-1]
+
+    def renew(self, *, tail_alone: bool) -> None:
+        """Lay the flat buffers out anew. Gradients in old ones move over as they arrive."""
+        plans = layout.plan(
+            self._specs(self._order),
+            tail_numel=self._tail_numel,
+            tail_alone=tail_alone,
+            cap_bytes=self._cap_bytes,
+            first_cap_bytes=min(layout.FIRST_BUCKET_BYTES, self._cap_bytes),
+        )
+        self.all.clear()  # Frees the old ones before the new ones are made, where no gradient holds them.
+        self.places = [None] * len(self._params)
+        for place, plan in enumerate(plans):
+            bucket = Bucket(place, plan, self._params)
+            self.all.append(bucket)
+            for number, slot in enumerate(plan.slots):
+                self.places[slot.index] = (bucket, number)
+        with_grads = [bucket for bucket in self.all if bucket.plan.slots]
+        if with_grads:
+            with_grads[-1].is_last_with_grads = True
+        self.is_due = False
+
+    def is_deferred(self, index: int) -> bool:
+        """Whether the parameter's gradient comes in portions, so that it can only be sent at the end of a pass."""
+        return index in self._deferred
+
+    def expect(self, seen: Iterable[int]) -> None:
+        """From the next pass on, expect gradients in the order in which they were seen."""
+        rank = {index: place for place, index in enumerate(dict.fromkeys(seen))}
+        order = sorted(self._order, key=lambda index: (index in self._deferred, rank.get(index, len(rank))))
+        if order != self._order:
+            self._order = order
+            self.is_due = True
+
+    def make_room_for(self, indices: Iterable[int]) -> None:
+        """From the next pass on, have a place for these parameters, whose gradients no bucket could take."""
+        for index in indices:
+            if self.places[index] is None:
+                self._order.append(index)
+            else:
+                self._deferred.add(index)
+        # A gradient that comes in portions is sent at the end of the pass, so it must not hold others up.
+        self._order.sort(key=lambda index: index in self._deferred)
+        self.is_due = True
+
+    def temporary(self, indices: Sequence[int]) -> list[Bucket]:
+        """Buckets for these parameters alone, for one use."""
+        plans = layout.plan(self._specs(indices), tail_numel=0, tail_alone=True)[:-1]
+        return [Bucket(place, plan, self._params) for place, plan in enumerate(plans)]
+
+    def _specs(self, order: Sequence[int]) -> list[layout.ParamSpec]:
+        specs = []
+        for index in order:
+            param = self._params[index]
+            numel = param.numel() * (2 if param.is_complex() else 1)
+            specs.append(layout.ParamSpec(index, numel, param.dtype.to_real(), param.device))
+        return specs
