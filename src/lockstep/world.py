@@ -183,11 +183,26 @@ class World:
         atexit.unregister(self.leave)
         self.peers.leave()
         _Current.world = None
+        # A group's threads end with the last reference to it. One that is still busy when the interpreter ends makes
+        # the process abort.
+        for replica in self.replicas:
+            replica.release()
+        self.release()
         if self._owns_group and dist.is_initialized():
             if self.peers.broken:
                 _abort_groups()
             else:
                 dist.destroy_process_group()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker's part in the world has ended."""
+        return self._left
+
+    def release(self) -> None:
+        """Let go of the groups."""
+        self.group = self.host_group = None
+        self._left = True
 
     def __enter__(self) -> "World":
         return self

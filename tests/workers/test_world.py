@@ -51,3 +51,30 @@ def test_seeds_agree_until_wrapping_and_differ_after(pool):
     assert len({tuple(before) for before, _ in once}) == 1
     assert len({tuple(after) for _, after in once}) == 3
     assert pool.run(1, _draws)[0] == once[0]
+
+
+def _uses_a_left_world(world):
+    model = lockstep.DataParallel(torch.nn.Linear(2, 2))
+    world.leave()
+    world.leave()
+    assert world.has_left and not dist.is_initialized()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    with pytest.raises(lockstep.UsageError, match="has been left"):
+        model(torch.ones(1, 2))
+
+
+def test_leaving_twice_is_fine_and_training_after_it_is_not(pool):
+    pool.run(2, _uses_a_left_world)
+
+
+def _in_groups(world):
+    """Two pairs out of four workers, each with its own model: a dimension of a mesh."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pair"))
+    model = lockstep.DataParallel(torch.nn.Linear(2, 2), device_mesh=mesh["pair"])
+    model(torch.full((1, 2), 1.0 + world.rank)).sum().backward()
+    return model.world.size, model.module.weight.grad[0, 0].item()
+
+
+def test_over_one_dimension_of_a_mesh(pool):
+    assert pool.run(4, _in_groups) == [(2, 1.5), (2, 1.5), (2, 3.5), (2, 3.5)]

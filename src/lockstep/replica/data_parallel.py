@@ -131,6 +131,8 @@ class DataParallel(nn.Module):
         reducer = self._reducer
         if reducer is None or not torch.is_grad_enabled():
             return self._call(inputs, kwargs)
+        if self.world.has_left:
+            raise UsageError("this model was wrapped in a world that has been left. Wrap model.module anew.")
         if self.world.events:
             self.world.events.emit(Kind.FORWARD, reducer.step)
         reducer.before_forward(self.require_backward_grad_sync)
@@ -142,6 +144,12 @@ class DataParallel(nn.Module):
 
     def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.module(*inputs, **kwargs) if self._precision is None else self._precision.call(inputs, kwargs)
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the world; called when it is left."""
+        self.world.release()
+        if self._reducer is not None:
+            self._reducer.release()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -97,6 +97,10 @@ class Reducer:
         self._hook = hook
         self._buckets.is_due = True
 
+    def release(self) -> None:
+        """Let go of the group; nothing can be reduced from here on."""
+        del self.group
+
     # Before the backward pass
 
     def before_forward(self, syncs: bool) -> None:
