@@ -9,7 +9,6 @@ import atexit
 import os
 import pickle
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import environment, seeds
+from lockstep.comm import arrival
 from lockstep.comm import backend as backends
-from lockstep.comm.peers import Doing, Peer, Peers, Waitable
-from lockstep.errors import LaunchError, UsageError
+from lockstep.comm.peers import Doing, Peers, Waitable
+from lockstep.errors import UsageError
 from lockstep.events import Events
 from lockstep.weight import Weight
 
@@ -188,11 +188,8 @@ class World:
         for replica in self.replicas:
             replica.release()
         self.release()
-        if self._owns_group and dist.is_initialized():
-            if self.peers.broken:
-                _abort_groups()
-            else:
-                dist.destroy_process_group()
+        if self._owns_group:
+            arrival.end_groups(are_broken=self.peers.broken)
 
     @property
     def has_left(self) -> bool:
@@ -268,12 +265,7 @@ def join(
             _Current.world.seed = seed
         return _Current.world
     deadline = _as_timedelta(timeout)
-    if dist.is_available() and dist.is_initialized():
-        world = _adopt(_device(device, None), deadline)
-    else:
-        launch = environment.read(os.environ)
-        where = _device(device, launch.local_rank)
-        world = _alone(where, deadline) if launch.size == 1 else _meet(launch, where, backend, deadline)
+    world = _arrive(device, backend, deadline)
     if seed is not None:
         seeds.seed_everything(seed)
     world.seed = int(world.broadcast(torch.initial_seed()))
@@ -282,136 +274,26 @@ def join(
     return world
 
 
-def _alone(device: torch.device, timeout: timedelta) -> World:
-    """A world of one. It opens a group if it can, for scripts that call torch.distributed themselves."""
-    me = Peer.me(0)
-    group: dist.ProcessGroup | None = None
-    try:
-        dist.init_process_group(backends.choose(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        group = dist.group.WORLD
-    except RuntimeError:
-        pass  # No network interface at all, not even loopback: nothing here needs the group.
+def _arrive(device: str | torch.device | None, backend: str | None, timeout: timedelta) -> World:
+    if dist.is_initialized():
+        place = arrival.adopt(arrival.choose_device(device, None), timeout)
+    else:
+        launch = environment.read(os.environ)
+        where = arrival.choose_device(device, launch.local_rank)
+        place = arrival.alone(where, timeout) if launch.size == 1 else arrival.meet(launch, where, backend, timeout)
     return World(
-        0,
-        1,
-        local_rank=0,
-        local_size=1,
-        device=device,
-        backend=_plain(backends.choose(device)),
+        place.rank,
+        place.size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        device=place.device,
+        backend=place.backend,
         seed=0,
-        peers=Peers(me, (me,), None, timeout),
-        group=group,
-        host_group=group,
-        owns_group=group is not None,
+        peers=place.peers,
+        group=place.group,
+        host_group=place.host_group,
+        owns_group=place.owns_group,
     )
-
-
-def _meet(launch: environment.Launch, device: torch.device, backend: str | None, timeout: timedelta) -> World:
-    store = _generation(backends.open_store(launch, timeout), launch.rank)
-    backends.await_workers(store, launch, timeout)
-    name = backend or backends.choose(device)
-    try:
-        dist.init_process_group(
-            name,
-            store=dist.PrefixStore("group", store),
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timeout,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise LaunchError(f"worker {launch.rank}: backend {name!r} could not be opened: {error}") from error
-    return _from_group(device, store, timeout, owns_group=True, launch=launch)
-
-
-def _generation(store: dist.Store, rank: int) -> dist.Store:
-    """A part of the store for this time of joining: what an earlier world left there must not be read again."""
-    return dist.PrefixStore(f"lockstep/{store.add(f'lockstep/joins/{rank}', 1)}", store)
-
-
-def _adopt(device: torch.device, timeout: timedelta) -> World:
-    if dist.get_world_size() == 1:
-        me = Peer.me(0)
-        group = dist.group.WORLD
-        return World(
-            0,
-            1,
-            local_rank=0,
-            local_size=1,
-            device=device,
-            backend=_plain(str(dist.get_backend())),
-            seed=0,
-            peers=Peers(me, (me,), None, timeout),
-            group=group,
-            host_group=group,
-            owns_group=False,
-        )
-    store = _generation(dist.distributed_c10d._get_default_store(), dist.get_rank())
-    return _from_group(device, store, timeout, owns_group=False, launch=None)
-
-
-def _from_group(
-    device: torch.device,
-    store: dist.Store,
-    timeout: timedelta,
-    *,
-    owns_group: bool,
-    launch: environment.Launch | None,
-) -> World:
-    """A world over torch's default group, once everybody has said which process it is."""
-    group = dist.group.WORLD
-    assert group is not None
-    rank, size = dist.get_rank(), dist.get_world_size()
-    me = Peer.me(rank)
-    store.set(f"peer/{rank}", me.format())
-    peers: Sequence[Peer] = [Peer.parse(store.get(f"peer/{other}").decode()) for other in range(size)]
-    on_host = [peer.rank for peer in peers if peer.host == me.host]
-    known_rank = launch.local_rank if launch else None
-    known_size = launch.local_size if launch else None
-    return World(
-        rank,
-        size,
-        local_rank=on_host.index(rank) if known_rank is None else known_rank,
-        local_size=len(on_host) if known_size is None else known_size,
-        device=device,
-        backend=_plain(str(dist.get_backend_config(group)) if device.type == "cuda" else str(dist.get_backend(group))),
-        seed=0,
-        peers=Peers(me, tuple(peers), store, timeout),
-        group=group,
-        host_group=backends.host_group(group),
-        owns_group=owns_group,
-    )
-
-
-def _device(asked: str | torch.device | None, local_rank: int | None) -> torch.device:
-    """The device asked for, else this worker's GPU, else the CPU; a GPU becomes the current one."""
-    device = torch.device(asked) if asked is not None else None
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type != "cuda":
-        return device
-    if device.index is None:
-        device = torch.device("cuda", _gpu(local_rank))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _gpu(local_rank: int | None) -> int:
-    if local_rank is None:
-        return torch.cuda.current_device()
-    count = torch.cuda.device_count()
-    if local_rank < count:
-        return local_rank
-    if "NCCL_HOSTID" in os.environ:  # The user says that workers share devices; NCCL then lets them.
-        return local_rank % count
-    raise LaunchError(
-        f"local worker {local_rank} finds {count} GPU(s) on this host, and NCCL allows one worker per GPU. "
-        f"Start at most {count} workers per host, or join(device='cpu')."
-    )
-
-
-def _plain(backend: str) -> str:
-    """The part of torch's backend string that says what carries the device's tensors."""
-    return "nccl" if "nccl" in backend else backend.rpartition(":")[2]
 
 
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
@@ -421,13 +303,3 @@ def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
     if deadline <= timedelta(0):
         raise UsageError(f"join(timeout={timeout!r}): a deadline must lie in the future.")
     return deadline
-
-
-def _abort_groups() -> None:
-    """Drop the groups without the goodbye that a dead peer would never answer."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    try:
-        if abort is not None:
-            abort()
-    except RuntimeError:
-        pass

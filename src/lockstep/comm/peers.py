@@ -156,6 +156,12 @@ class Peers:
             if left := self._those_who_left():
                 return self._lost(doing, left, "left")
             time.sleep(0.05)
+        if not self._store_is_there():
+            self.broken = True
+            return WorkerLost(
+                f"worker {self.me.rank}: the place where the workers met is gone while this worker was {doing}. The "
+                "worker or launcher that served it has ended: its own output says why."
+            )
         if "Timed out" in str(failure):
             return self._unanswered(doing)
         absent = self._absent()
@@ -181,15 +187,16 @@ class Peers:
         if self.store is None:
             return
         try:
-            called = self.store.check(["call"])
+            if self.store.check(["call"]):
+                self.store.set(f"here/{self.me.rank}", "1")
         except RuntimeError as error:
-            self.broken = True
-            raise WorkerLost(
-                f"worker {self.me.rank}: the place where the workers met is gone while {doing}. The worker or launcher "
-                "that served it has ended: its own output says why.",
-            ) from error
-        if called:
-            self.store.set(f"here/{self.me.rank}", "1")
+            raise self._explain(doing, error) from error
+
+    def _store_is_there(self) -> bool:
+        try:
+            return self.store is None or self.store.check(["call"]) in (True, False)
+        except RuntimeError:
+            return False
 
     def _absent(self) -> tuple[Peer, ...]:
         self._call()
