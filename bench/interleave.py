@@ -2,27 +2,51 @@
 
 Two runs on a shared machine differ by more than the things compared here. So every round does each action once, in
 an order that is shuffled anew but the same on all workers, and actions are compared within a round: slow phases of
-the machine then hit numerator and denominator alike.
+the machine then hit numerator and denominator alike. Rounds in which processes other than the workers took more
+than 5 % of the workers' cores do not count (if that is nearly all of them, the quietest quarter does).
 
 Each action starts at a barrier. Its time is the largest over the workers, since a step of synchronised training is
 over when the last worker is done; that holds for the no-communication limit too, which is thus a limit one could
 really reach, and not the mean of workers that never wait for each other.
 """
 
+import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 import lockstep
 
+QUIET = 0.05
+"""The share of the cores that others may take in a round that counts."""
+
 Action = Callable[[int], None]
 """Takes the number of the round."""
 Times = dict[str, np.ndarray]
 """For each action its time in seconds, by round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What `measure` found."""
+
+    times: Times
+    """Of the rounds that count."""
+    rounds: int
+    """How many rounds there were, warm-up aside."""
+    disturbance: float
+    """The share of the workers' cores that other processes took, in the median round of all."""
+
+    def __str__(self) -> str:
+        kept = len(next(iter(self.times.values())))
+        return (
+            f"{kept} of {self.rounds} rounds count; in the median round others took {self.disturbance:.0%} of the cores"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +58,25 @@ class Estimate:
     high: float
 
 
-def measure(world: lockstep.World, actions: Mapping[str, Action], *, rounds: int, warmup: int) -> Times:
-    """The times of `actions` over `rounds` rounds, after `warmup` rounds that do not count. The same on all workers."""
+def measure(world: lockstep.World, actions: Mapping[str, Action], *, rounds: int, warmup: int) -> Measured:
+    """Time `actions` over `rounds` rounds, after `warmup` rounds that do not count. The same on all workers."""
     shuffler = random.Random(0)
     names = list(actions)
-    mine: dict[str, list[float]] = {name: [] for name in names}
+    cores = set().union(*world.gather(os.sched_getaffinity(0)))
+    mine: dict[str, list[float]] = {name: [] for name in [*names, "used", "busy"]}
     for number in range(warmup + rounds):
         shuffler.shuffle(names)
+        used, busy = time.process_time(), _busy_seconds(cores)
         for name in names:
-            seconds = _timed(world, actions[name], number)
-            if number >= warmup:
-                mine[name].append(seconds)
-    everybody = world.gather(mine)
-    return {name: np.max([theirs[name] for theirs in everybody], axis=0) for name in actions}
+            mine[name].append(_timed(world, actions[name], number))
+        mine["used"].append(time.process_time() - used)
+        mine["busy"].append(_busy_seconds(cores) - busy)
+    everybody = [{name: values[warmup:] for name, values in theirs.items()} for theirs in world.gather(mine)]
+    times = {name: np.max([theirs[name] for theirs in everybody], axis=0) for name in actions}
+    others = everybody[0]["busy"] - np.sum([theirs["used"] for theirs in everybody], axis=0)
+    disturbance = others / (len(cores) * sum(times.values()))
+    quiet = disturbance <= max(QUIET, np.quantile(disturbance, 0.25))
+    return Measured({name: seconds[quiet] for name, seconds in times.items()}, rounds, float(np.median(disturbance)))
 
 
 def compare(times: Times, quantity: Callable[..., np.ndarray], *names: str, resamples: int = 2000) -> Estimate:
@@ -59,7 +89,7 @@ def compare(times: Times, quantity: Callable[..., np.ndarray], *names: str, resa
 
 def ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     """What to give `compare` for the ratio of two actions."""
-    return numerator / denominator
+    return np.divide(numerator, denominator)
 
 
 def spread(times: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
@@ -81,3 +111,10 @@ def _settle(world: lockstep.World) -> None:
     """Wait for what is queued on the device."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
+
+
+def _busy_seconds(cores: Iterable[int]) -> float:
+    """How long `cores` have worked for any process since the machine started, interrupts (ours too) left out."""
+    lines = dict(line.split(maxsplit=1) for line in Path("/proc/stat").read_text().splitlines())
+    ticks = [lines[f"cpu{core}"].split()[:3] for core in cores]  # In user mode, niced, in the kernel.
+    return sum(int(count) for counts in ticks for count in counts) / os.sysconf("SC_CLK_TCK")

@@ -42,7 +42,6 @@ import lockstep
 from lockstep.events import Event, Kind
 
 WORKERS = 2
-STEPPED = ("limit", "ddp", "lockstep")
 ENOUGH_HIDDEN = 0.6
 
 
@@ -102,8 +101,9 @@ def work(options: argparse.Namespace) -> None:
 
 
 def _measure(options: argparse.Namespace, world: lockstep.World) -> dict[str, Any]:
-    setup = Setup(options.model, options.batch, options.context, bf16=False, bucket_cap_mb=options.bucket_mb)
-    trained = {name: Variant(name, setup, world) for name in STEPPED}
+    setup = Setup(options.model, options.batch, options.context, bf16=False)
+    compared = ["ddp", "lockstep", *options.also]
+    trained = {name: Variant(name, setup, world) for name in ("limit", *compared)}
     fed = variants.batches(setup, world)
     bucket_bytes = _bucket_bytes(world, trained["lockstep"], fed)
     flats = [torch.zeros(num_bytes // 4) for num_bytes in bucket_bytes]
@@ -113,7 +113,8 @@ def _measure(options: argparse.Namespace, world: lockstep.World) -> dict[str, An
         name: lambda number, variant=variant: variant.step(fed[number % len(fed)]) for name, variant in trained.items()
     }
     actions["communication"] = lambda _number: _communicate(world, flats)
-    times = interleave.measure(world, actions, rounds=options.steps, warmup=options.warmup)
+    measured = interleave.measure(world, actions, rounds=options.steps, warmup=options.warmup)
+    times = measured.times
     return {
         "options": vars(options),
         "machine": machine.describe(world),
@@ -121,8 +122,9 @@ def _measure(options: argparse.Namespace, world: lockstep.World) -> dict[str, An
         "bucket bytes": bucket_bytes,
         "backward seconds": backward,
         "bits per second": rate,
+        "rounds": str(measured),
         "seconds": {name: seconds.tolist() for name, seconds in times.items()},
-        "hidden": {name: _hidden(times, name) for name in ("ddp", "lockstep")},
+        "hidden": {name: _hidden(times, name) for name in compared},
         "hidden more than ddp": interleave.compare(times, _advantage, "lockstep", "ddp", "communication"),
     }
 
@@ -162,10 +164,8 @@ def _calibrate(world: lockstep.World, flats: list[torch.Tensor], wanted: float) 
     rate = 8 * sent / wanted
     for _ in range(4):
         link.limit(rate)
-        times = interleave.measure(
-            world, {"communication": lambda _number: _communicate(world, flats)}, rounds=3, warmup=1
-        )
-        taken = float(np.median(times["communication"]))
+        alone: dict[str, interleave.Action] = {"communication": lambda _number: _communicate(world, flats)}
+        taken = float(np.median(interleave.measure(world, alone, rounds=3, warmup=1).times["communication"]))
         if abs(taken / wanted - 1) < 0.05:
             break
         rate *= taken / wanted
@@ -192,9 +192,10 @@ def _advantage(ours: np.ndarray, theirs: np.ndarray, communication: np.ndarray) 
 def _print(options: argparse.Namespace, results: dict[str, Any]) -> None:
     buckets = ", ".join(f"{num_bytes / 2**20:.1f}" for num_bytes in results["bucket bytes"])
     print(
-        f"{options.model}: {results['parameters'] / 1e6:.1f}M parameters; per worker and step {options.batch} x "
-        f"{options.context} tokens; {options.steps} steps of each after {options.warmup}"
+        f"{options.model}: {results['parameters'] / 1e6:.1f}M parameters; per worker and step "
+        f"{options.batch} x {options.context} tokens"
     )
+    print(results["rounds"])
     print(", ".join(f"{name}: {fact}" for name, fact in results["machine"].items()))
     backward, rate = 1e3 * results["backward seconds"], results["bits per second"] / 1e6
     print(f"backward alone: {backward:.0f} ms; link: {rate:.0f} Mbit/s each way")
@@ -228,7 +229,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--share", type=float, default=1.0, help="communication alone in units of the backward pass (default 1)"
     )
-    parser.add_argument("--bucket-mb", type=float, help="bucket size of ddp and lockstep (default: each one's own)")
+    parser.add_argument(
+        "--also", nargs="+", type=variants.checked, metavar="NAME", default=[], help="further variants, as lockstep@8"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all times there too")
     return parser.parse_args()
 

@@ -6,7 +6,7 @@ lockstep       lockstep.DataParallel
 fsdp2          torch's fully_shard, one unit per block
 """
 
-from collections.abc import Callable
+import argparse
 from dataclasses import dataclass
 
 import models
@@ -20,6 +20,9 @@ import lockstep
 
 Batch = tuple[Tensor, Tensor]
 
+KINDS = ("limit", "plain", "ddp", "lockstep", "fsdp2")
+BUCKETED = ("ddp", "lockstep")
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -32,8 +35,6 @@ class Setup:
     """Tokens per sequence."""
     bf16: bool
     """Whether the forward pass runs under bfloat16 autocast."""
-    bucket_cap_mb: float | None
-    """Size of a bucket, for the variants that have some; None for each one's default."""
 
 
 class Variant:
@@ -42,7 +43,7 @@ class Variant:
     def __init__(self, name: str, setup: Setup, world: lockstep.World) -> None:
         torch.manual_seed(0)  # The same first weights for every variant.
         module = models.build(setup.model).to(world.device)
-        self.model = WRAPS[name](module, setup, world)
+        self.model = _wrap(name, module, world)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.loss = torch.zeros(())
         self._autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=setup.bf16)
@@ -77,29 +78,29 @@ def batches(setup: Setup, world: lockstep.World, count: int = 4) -> list[Batch]:
     return [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in drawn]
 
 
-def _bare(module: models.GPT, setup: Setup, world: lockstep.World) -> nn.Module:
+def checked(name: str) -> str:
+    """`name`, if there is such a variant; a type for argparse."""
+    kind, _, size = name.partition("@")
+    if kind not in KINDS or ("@" in name and (kind not in BUCKETED or not size.replace(".", "", 1).isdigit())):
+        known = ", ".join([*KINDS, *(f"{kind}@MB" for kind in BUCKETED)])
+        raise argparse.ArgumentTypeError(f"there is no variant {name!r}; there are {known}.")
+    return name
+
+
+def _wrap(name: str, module: models.GPT, world: lockstep.World) -> nn.Module:
+    kind, _, size = name.partition("@")
+    cap_mb = float(size) if size else None
+    if kind == "ddp":
+        return DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
+    if kind == "lockstep":
+        return lockstep.DataParallel(module, bucket_cap_mb=cap_mb)
+    if kind == "fsdp2":
+        return _fsdp2(module, world)
     return module
 
 
-def _ddp(module: models.GPT, setup: Setup, world: lockstep.World) -> nn.Module:
-    return DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=setup.bucket_cap_mb)
-
-
-def _lockstep(module: models.GPT, setup: Setup, world: lockstep.World) -> nn.Module:
-    return lockstep.DataParallel(module, bucket_cap_mb=setup.bucket_cap_mb)
-
-
-def _fsdp2(module: models.GPT, setup: Setup, world: lockstep.World) -> nn.Module:
+def _fsdp2(module: models.GPT, world: lockstep.World) -> nn.Module:
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(module, mesh=mesh)
-
-
-WRAPS: dict[str, Callable[[models.GPT, Setup, lockstep.World], nn.Module]] = {
-    "limit": _bare,
-    "plain": _bare,
-    "ddp": _ddp,
-    "lockstep": _lockstep,
-    "fsdp2": _fsdp2,
-}

@@ -1,0 +1,65 @@
+"""The bytes to learn: the source code of Python's standard library, which everyone who can run this has."""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lockstep.errors import UsageError
+
+MAX_BYTES = 16 << 20
+
+_SKIPPED = {
+    *("site-packages", "dist-packages"),  # Not the standard library.
+    *("test", "tests", "idle_test"),  # As large as all the rest together.
+    *("encodings", "pydoc_data"),  # Tables and texts, hardly any code.
+}
+
+
+def folder() -> Path:
+    """Where this Python keeps its standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def read(root: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The source files under `root` in the order of their names, one after the other; at most `max_bytes`.
+
+    The same on every worker of a host. Raises UsageError where there is no source code.
+    """
+    text = bytearray()
+    for file in _sources(root):
+        text += file.read_bytes() + b"\n"
+        if len(text) >= max_bytes:
+            break
+    if not text:
+        raise UsageError(
+            f"there is no Python source code in {root}: this Python has its standard library only in compiled form, "
+            "and the demo learns from the source. Use a Python that has it, as those from python.org, uv, conda and "
+            "Linux distributions do."
+        )
+    return bytes(text[:max_bytes])
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for file in sorted(root.rglob("*.py")):
+        if _SKIPPED.isdisjoint(file.relative_to(root).parts):
+            yield file
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """`text` cut into windows of `context` bytes; an item is a window and the bytes that follow each of its bytes."""
+
+    def __init__(self, text: bytes, context: int) -> None:
+        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._context = context
+
+    def __len__(self) -> int:
+        return max(0, (len(self._bytes) - 1) // self._context)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self._context
+        window = self._bytes[start : start + self._context + 1].long()
+        return window[:-1], window[1:]

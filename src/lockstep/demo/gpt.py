@@ -1,0 +1,124 @@
+"""The model: a GPT that reads and writes bytes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+NUM_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The dimensions of a GPT."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+    """The longest sequence, in bytes."""
+
+
+SHAPES = {
+    "tiny": Shape(layers=2, heads=2, width=64, context=64),
+    "small": Shape(layers=4, heads=4, width=256, context=128),
+    "medium": Shape(layers=6, heads=6, width=384, context=256),
+    "large": Shape(layers=12, heads=12, width=768, context=512),
+}
+"""About 0.1, 3, 11 and 86 million parameters."""
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and around a residual."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        # No biases: the attention's key bias has no gradient but rounding errors, which Adam would make steps of.
+        self.norm_attention = nn.LayerNorm(width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm_mlp = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        """The block's output, of the shape of its input."""
+        x = x + self._attention(self.norm_attention(x), turns)
+        mixed: Tensor = self.down(functional.gelu(self.up(self.norm_mlp(x))))
+        return x + mixed
+
+    def _attention(self, x: Tensor, turns: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
+        mixed = functional.scaled_dot_product_attention(_turned(q, turns), _turned(k, turns), v, is_causal=True)
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return projected
+
+
+class GPT(nn.Module):
+    """Bytes in, logits of the byte that follows each of them out."""
+
+    turns: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.byte = nn.Embedding(NUM_BYTES, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.register_buffer("turns", _turns(shape), persistent=False)
+        self.apply(_initialise)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Logits (batch, length, 256) for bytes (batch, length)."""
+        x = self.byte(text)
+        for block in self.blocks:
+            x = block(x, self.turns[:, : text.shape[1]])
+        return functional.linear(self.norm(x), self.byte.weight)
+
+    @torch.no_grad()
+    def write(self, prompt: bytes, length: int, *, seed: int, temperature: float = 0.7) -> bytes:
+        """`prompt` and `length` bytes more, drawn from what the model expects."""
+        device = self.byte.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
+        text = torch.tensor([list(prompt)], device=device)
+        for _ in range(length):
+            logits = self(text[:, -self.shape.context :])[:, -1]
+            drawn = torch.multinomial(functional.softmax(logits / temperature, dim=-1), 1, generator=generator)
+            text = torch.cat([text, drawn], dim=1)
+        return bytes(text[0].tolist())
+
+
+def loss_of(logits: Tensor, following: Tensor) -> Tensor:
+    """The mean cross-entropy, in nats per byte."""
+    return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+def num_params(shape: Shape) -> int:
+    """How many parameters a model of this shape has."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in GPT(shape).parameters())
+
+
+def _turns(shape: Shape) -> Tensor:
+    """Cosines and sines (2, context, width of half a head) by which positions turn queries and keys: see RoFormer.
+
+    Compared with learned positions: after 200 steps a loss of 2.20 instead of 2.43.
+    """
+    half = shape.width // shape.heads // 2
+    angles = torch.outer(torch.arange(shape.context), 1e4 ** (-torch.arange(half) / half))
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    (a, b), (cos, sin) = x.chunk(2, dim=-1), turns
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def _initialise(module: nn.Module) -> None:
+    # torch's default for embeddings is 50 times as wide; as the head's weights too, it would saturate the softmax.
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)

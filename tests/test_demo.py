@@ -1,0 +1,351 @@
+"""The demo, as far as it needs no workers."""
+
+import argparse
+import io
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lockstep
+from lockstep.cli import demo as cli
+from lockstep.cli.main import main
+from lockstep.demo import corpus, gpt, recipe
+from lockstep.demo.corpus import Windows
+from lockstep.demo.examiner import is_calibration, waiting_share
+from lockstep.demo.findings import Findings, Parity, Speed, difference, digest, largest_difference
+from lockstep.demo.progress import Moment, Progress, describe, is_due, line
+from lockstep.demo.recipe import Recipe
+from lockstep.demo.stopwatch import Lap, Stopwatch
+from lockstep.errors import UsageError
+from lockstep.events import Events, Kind
+
+TINY = gpt.SHAPES["tiny"]
+
+
+# Corpus
+
+
+def test_the_corpus_is_source_code_in_order_and_bounded(tmp_path):
+    files = {
+        "b.py": b"second",
+        "a/z.py": b"first",
+        "c.pyc": b"compiled",
+        "test/t.py": b"test",
+        "a/tests/t.py": b"test",
+        "site-packages/s.py": b"somebody else's",
+        "encodings/e.py": b"table",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(text)
+    assert corpus.read(tmp_path) == b"first\nsecond\n"
+    assert corpus.read(tmp_path, max_bytes=8) == b"first\nse"
+
+
+def test_a_python_without_source_code_is_told(tmp_path, monkeypatch, capsys):
+    (tmp_path / "os.pyc").touch()
+    monkeypatch.setattr(corpus, "folder", lambda: tmp_path)
+    assert main(["demo", "-n", "2"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"lockstep demo: there is no Python source code in {tmp_path}")
+
+
+def test_this_python_has_something_to_learn():
+    text = corpus.read(corpus.folder())
+    assert 1 << 20 < len(text) <= corpus.MAX_BYTES
+    assert b"def __init__(self" in text
+
+
+@given(st.binary(min_size=1, max_size=200), st.integers(1, 20))
+def test_windows_cover_the_text_once(text, context):
+    windows = Windows(text, context)
+    items = [windows[index] for index in range(len(windows))]
+    assert b"".join(bytes(x.tolist()) for x, _ in items) == text[: len(windows) * context]
+    assert b"".join(bytes(y.tolist()) for _, y in items) == text[1 : len(windows) * context + 1]
+    assert len(text) - 1 - len(windows) * context < context
+
+
+# Model and recipe
+
+
+def test_models_are_as_large_as_they_say():
+    millions = [gpt.num_params(shape) / 1e6 for shape in gpt.SHAPES.values()]
+    assert [round(number, 1) if number < 1 else round(number) for number in millions] == [0.1, 3, 11, 85]
+
+
+def test_the_model_looks_at_earlier_bytes_only():
+    torch.manual_seed(0)
+    net = gpt.GPT(TINY)
+    text = torch.randint(256, (2, TINY.context))
+    changed = text.clone()
+    changed[:, 40:] = (changed[:, 40:] + 1) % 256
+    torch.testing.assert_close(net(text)[:, :40], net(changed)[:, :40])
+    assert not torch.allclose(net(text)[:, 40:], net(changed)[:, 40:])
+
+
+def test_the_model_writes_reproducibly_and_beyond_its_context():
+    net = gpt.GPT(gpt.Shape(layers=1, heads=1, width=8, context=8))
+    text = net.write(b"def ", 16, seed=3)
+    assert text == net.write(b"def ", 16, seed=3)
+    assert text != net.write(b"def ", 16, seed=4)
+    assert text.startswith(b"def ")
+    assert len(text) == 4 + 16
+
+
+@given(st.integers(1, 1000))
+def test_the_learning_rate_goes_up_and_down(steps):
+    rates = [recipe.rate(step, steps) for step in range(steps + 10)]
+    assert max(rates) == 1.0
+    assert min(rates) > 0
+    top = rates.index(1.0)
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+
+
+def test_the_usual_batch_does_not_depend_on_the_workers():
+    assert {recipe.default_batch(workers) for workers in (1, 2, 3, 4, 8)} == {recipe.default_batch(1)}
+    assert all(recipe.default_batch(workers) >= 4 * workers for workers in (16, 64, 192))
+
+
+@pytest.mark.parametrize(("steps", "batch", "part"), [(0, 8, "0 steps"), (8, 0, "0 samples"), (-1, 8, "-1 steps")])
+def test_recipes_that_cannot_be_right(steps, batch, part):
+    with pytest.raises(UsageError, match=part):
+        Recipe("tiny", steps, batch, seed=0)
+
+
+# Measuring
+
+
+def test_the_stopwatch_adds_up_what_was_waited_for():
+    events = Events()
+    watch = Stopwatch(events)
+    watch.start()
+    events.emit(Kind.WAITING, 0)
+    events.emit(Kind.REDUCED, 0)
+    time.sleep(0.01)
+    events.emit(Kind.SYNCED, 0)
+    gradients = watch.stop()
+    with watch.waiting():
+        time.sleep(0.01)
+    both = watch.stop()
+    assert 0.01 <= gradients.waiting <= gradients.seconds
+    assert gradients.waiting + 0.01 <= both.waiting <= both.seconds
+    watch.start()
+    assert watch.stop().waiting == 0
+    watch.close()
+    assert not events
+
+
+def test_the_share_of_waiting():
+    assert waiting_share([]) == 0
+    assert waiting_share([Lap(1.0, 0.5), Lap(3.0, 0.5)]) == 0.25
+
+
+def test_short_runs_are_calibrated_too():
+    assert [step for step in range(6, 9) if is_calibration(step, 8)] == [6, 8]
+    assert [step for step in range(6, 101) if is_calibration(step, 100)] == [25, 50, 75, 100]
+
+
+def test_differences_are_relative_and_see_what_is_not_a_number():
+    a = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert difference(a, a) == 0
+    assert difference(a + 0.01 * a.flip(0), a) == pytest.approx(0.01)
+    assert largest_difference([a, 2 * a], [a, a]) == 1
+    assert math.isnan(largest_difference([a, a * float("nan"), a], [a, a, a]))
+
+
+def test_one_bit_changes_the_digest():
+    torch.manual_seed(0)
+    net = gpt.GPT(TINY)
+    before = digest(net)
+    assert digest(net) == before
+    bits = net.byte.weight.detach().view(torch.int32)
+    bits[17, 3] ^= 1
+    assert digest(net) != before
+
+
+# Progress
+
+
+def moment(**changed):
+    values = {"step": 7, "steps": 20, "loss": 2.5, "samples_per_s": 40.0, "waiting": 0.031, "seconds_left": 61.4}
+    return Moment(**values | changed)
+
+
+def test_a_moment_in_words():
+    assert describe(moment()) == ["loss 2.500", "40.0 samples/s", "communication 3.1 %", "1:01 left"]
+    assert "communication" not in " ".join(describe(moment(waiting=None)))
+
+
+@given(st.integers(1, 200), st.integers(0, 300), st.booleans())
+def test_the_line_fits(steps, width, ascii_only):
+    for step in (1, steps):
+        text = line(moment(step=step, steps=steps), width, colour=False, ascii_only=ascii_only)
+        assert len(text) <= width
+        assert text.isascii() or not ascii_only
+        assert (width < 80) or text.endswith("1:01 left")
+
+
+def test_colours_take_no_room():
+    plain, coloured = (line(moment(), 100, colour=colour) for colour in (False, True))
+    for code in ("\x1b[32m", "\x1b[2m", "\x1b[0m"):
+        coloured = coloured.replace(code, "")
+    assert coloured == plain
+    assert "━" in plain
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_one_line_drawn_over_and_over(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    terminal = Terminal()
+    progress = Progress(terminal)
+    for step in range(1, 21):
+        progress.show(moment(step=step))
+    progress.end()
+    progress.end()
+    said = terminal.getvalue()
+    assert said.count("\r") == 20
+    assert said.count("\n") == 1
+    assert said.endswith("\n")
+
+
+def test_a_log_gets_whole_lines_now_and_then():
+    log = io.StringIO()
+    progress = Progress(log)
+    for step in range(1, 201):
+        progress.show(moment(step=step, steps=200))
+    progress.end()
+    lines = log.getvalue().splitlines()
+    assert len(lines) == 21
+    assert lines[0].startswith("step 1/200  loss 2.500  40.0 samples/s")
+    assert lines[-1].startswith("step 200/200")
+    assert "\r" not in log.getvalue()
+    assert all(is_due(1, steps) and is_due(steps, steps) for steps in (1, 7, 200))
+
+
+# What is said
+
+
+def findings(**changed):
+    values = {
+        "workers": 2,
+        "steps": 40,
+        "losses": (5.5, *[2.0] * 39),
+        "digests": ("ab" * 32, "ab" * 32),
+        "parity": Parity(steps=5, batch=32, weights=1e-7, losses=2e-8),
+        "speed": Speed(samples=32, together=0.5, num_together=35, part=16, alone=0.4, num_alone=8),
+        "waiting": (0.02, 0.04),
+        "sample": b"def main(\xff\x1b[2J):\n\n    return 1\n",
+    }
+    return Findings(**values | changed)
+
+
+def test_efficiency_is_against_as_many_lone_workers():
+    assert findings().efficiency == pytest.approx(0.8)  # 64 samples/s of 2 x 40.
+    assert findings(speed=None).efficiency is None
+
+
+def test_statements_hold_the_numbers():
+    said = "\n".join([*cli.checked(findings()), *cli.measured(findings())])
+    for part in (
+        "abababababababab", "1.0e-07", "2.0e-08", "1e-05", "32-sample", "from 5.500 to 2.000", "64.0 samples/s",
+        "40.0", "80 % of 2 x", "3.0 %", "2.0 to 4.0 %", "less than 100 % is expected",
+    ):  # fmt: skip
+        assert part.lower() in said.lower(), part
+    assert "FAILED" not in said
+    assert all(len(text) <= 120 for text in said.splitlines())
+
+
+def test_what_was_not_measured_is_not_claimed():
+    said = "\n".join(cli.measured(findings(speed=None, waiting=None)))
+    assert said.count("not measured") == 2
+    assert not any(character.isdigit() for character in said)
+
+
+def test_the_sample_cannot_reach_into_the_terminal():
+    assert cli.written(findings().sample)[1:] == ["    def main(??[2J):", "        return 1"]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Runs the command with these findings in the place of a real run's."""
+
+    def run(found):
+        def launch(fn, workers, args):
+            if isinstance(found, BaseException):
+                raise found
+            return [found, None]
+
+        monkeypatch.setattr(lockstep, "launch", launch)
+        return main(["demo", "-n", "2", "--model", "tiny"])
+
+    return run
+
+
+def test_a_good_run_says_what_to_do_next(launched, capsys):
+    assert launched(findings()) == 0
+    said = capsys.readouterr().out
+    assert "lockstep.DataParallel(net.to(world.device))" in said
+    assert "lockstep run -n 2 train.py" in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "part"),
+    [
+        ({"digests": ("a" * 64, "b" * 64)}, "worker 1: bbbbbbbbbbbbbbbb"),
+        ({"parity": Parity(5, 32, weights=1e-3, losses=0.0)}, "weights differ by 1.0e-03"),
+        ({"parity": Parity(5, 32, weights=0.0, losses=1e-3)}, "losses by 1.0e-03"),
+        ({"parity": Parity(5, 32, weights=float("nan"), losses=0.0)}, "weights differ by nan"),
+        ({"losses": (5.5, float("nan"))}, "to nan"),
+    ],
+)
+def test_a_check_that_fails_is_told_and_is_the_exit_code(launched, capsys, changed, part):
+    assert launched(findings(**changed)) == 1
+    said = capsys.readouterr()
+    failed = said.out.split("FAILED")
+    assert len(failed) == 2
+    assert part in failed[1]
+    assert "NOT as promised" in said.err
+    assert "Three lines" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "part"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; no worker is left"),
+        (lockstep.WorkerLost("worker 1 was killed by SIGKILL.", (1,)), 1, "worker 1 was killed"),
+        (UsageError("a batch of 1 samples: give at least 2."), 2, "give at least 2"),
+    ],
+)
+def test_runs_that_do_not_come_to_an_end(launched, capsys, error, status, part):
+    assert launched(error) == status
+    assert part in capsys.readouterr().err
+
+
+def test_models_offered_are_those_there_are():
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    for name in gpt.SHAPES:
+        assert parser.parse_args(["demo", "--model", name]).model == name
+    with pytest.raises(SystemExit):
+        parser.parse_args(["demo", "--model", "huge"])
+
+
+def test_describing_the_command_does_not_import_the_demo():
+    code = "import sys; from lockstep.cli import demo; print('lockstep.demo' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False"]
