@@ -20,7 +20,7 @@ ORDER = [
     {"train"},
     {"start"},
     {"demo"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 """Rooms from the ground up: imports point to the same room or to an earlier one."""
 
