@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lockstep
@@ -63,6 +63,7 @@ def test_this_python_has_something_to_learn():
     assert b"def __init__(self" in text
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=200), st.integers(1, 20))
 def test_windows_cover_the_text_once(text, context):
     windows = Windows(text, context)
@@ -99,19 +100,15 @@ def test_the_model_writes_reproducibly_and_beyond_its_context():
     assert len(text) == 4 + 16
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1000))
 def test_the_learning_rate_goes_up_and_down(steps):
-    rates = [recipe.rate(step, steps) for step in range(steps + 10)]
+    rates = [recipe.rate(step, steps) for step in range(steps + 20)]
     assert max(rates) == 1.0
     assert min(rates) > 0
     top = rates.index(1.0)
     assert rates[: top + 1] == sorted(rates[: top + 1])
     assert rates[top:] == sorted(rates[top:], reverse=True)
-
-
-def test_the_usual_batch_does_not_depend_on_the_workers():
-    assert {recipe.default_batch(workers) for workers in (1, 2, 3, 4, 8)} == {recipe.default_batch(1)}
-    assert all(recipe.default_batch(workers) >= 4 * workers for workers in (16, 64, 192))
 
 
 @pytest.mark.parametrize(("steps", "batch", "part"), [(0, 8, "0 steps"), (8, 0, "0 samples"), (-1, 8, "-1 steps")])
@@ -184,6 +181,7 @@ def test_a_moment_in_words():
     assert "communication" not in " ".join(describe(moment(waiting=None)))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(0, 300), st.booleans())
 def test_the_line_fits(steps, width, ascii_only):
     for step in (1, steps):

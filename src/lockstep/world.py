@@ -253,7 +253,8 @@ def join(
     seed: makes initial weights the same on every worker, and dropout, augmentation and loader processes different
         but reproducible. Without it, worker 0's torch seed counts, and no generator is touched here.
     device: defaults to this worker's GPU, or the CPU where there is none.
-    backend: torch.distributed's name of one; defaults to nccl on GPUs and gloo on CPUs.
+    backend: torch.distributed's name of one; defaults to nccl on GPUs and gloo on CPUs. `shm`, for CPU workers of one
+        host, is there to be tried: see docs/shared_memory.md.
     timeout: the deadline of every wait, in seconds or as a timedelta; 10 minutes if not given.
 
     Knows torchrun, `lockstep run`, Slurm and Open MPI. Where torch.distributed is initialised already, its default

@@ -31,7 +31,7 @@ def test_a_short_run_says_what_it_checked():
     assert re.findall(r"^step (\d+)/8  loss \d\.\d+", said, re.MULTILINE) == list("12345678")
     assert len(re.findall(r"^  ok    ", said, re.MULTILINE)) == 3
     assert re.search(r"SHA-256 [0-9a-f]{16}\.\.\. on each of 2", said)
-    assert re.search(r"first 5 steps are one worker's on the same 32-sample batches", said)
+    assert re.search(r"first 5 steps are one worker's on the same 16-sample batches", said)
     assert re.search(r"samples/s with 2 workers", said)
     assert re.search(r"\d+ % of 2 x one alone \(medians of 3 steps and 4 lone ones", said)
     assert re.search(r"\d+\.\d % of the time went into waiting", said)

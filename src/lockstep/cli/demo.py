@@ -40,7 +40,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "-n", "--workers", type=int, metavar="N", help="number of workers (default: one per GPU, or per core without)"
     )
-    parser.add_argument("--steps", type=int, default=250, metavar="K", help="updates to make (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, metavar="K", help="updates to make (default: %(default)s)")
     parser.add_argument(
         "--model",
         choices=("tiny", "small", "medium", "large"),
@@ -48,7 +48,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="0.1, 3, 11 or 86 million parameters (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch", type=int, metavar="B", help="samples in the global batch (default: 32, more for over 8 workers)"
+        "--batch", type=int, metavar="B", help="samples in the global batch (default: 8 for each worker)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import backend as backends
+from lockstep.comm import shm
 from lockstep.comm.peers import Peer, Peers
 from lockstep.environment import Launch
 from lockstep.errors import LaunchError
@@ -50,6 +51,8 @@ def meet(launch: Launch, device: torch.device, backend: str | None, timeout: tim
     store = _generation(backends.open_store(launch, timeout), launch.rank)
     backends.await_workers(store, launch, timeout)
     name = backend or backends.choose(device)
+    if "shm" in name:
+        shm.register()
     try:
         dist.init_process_group(
             name, store=dist.PrefixStore("group", store), rank=launch.rank, world_size=launch.size, timeout=timeout

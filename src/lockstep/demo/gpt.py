@@ -70,7 +70,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)
         self.register_buffer("turns", _turns(shape), persistent=False)
-        self.apply(_initialise)
+        _initialise(self)
 
     def forward(self, text: Tensor) -> Tensor:
         """Logits (batch, length, 256) for bytes (batch, length)."""
@@ -106,7 +106,7 @@ def num_params(shape: Shape) -> int:
 def _turns(shape: Shape) -> Tensor:
     """Cosines and sines (2, context, width of half a head) by which positions turn queries and keys: see RoFormer.
 
-    Compared with learned positions: after 200 steps a loss of 2.20 instead of 2.43.
+    Compared with learned positions: a loss of 2.20 instead of 2.43 after 200 steps on batches of 16.
     """
     half = shape.width // shape.heads // 2
     angles = torch.outer(torch.arange(shape.context), 1e4 ** (-torch.arange(half) / half))
@@ -118,7 +118,14 @@ def _turned(x: Tensor, turns: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-def _initialise(module: nn.Module) -> None:
-    # torch's default for embeddings is 50 times as wide; as the head's weights too, it would saturate the softmax.
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
+def _initialise(net: GPT) -> None:
+    """Initial weights, chosen so that two minutes are enough to see something.
+
+    After 200 steps on batches of 16, the loss was 2.20 with 0.02 everywhere, 2.06 with 0.04 everywhere, and 1.78 so.
+    With 0 for what is added to the residuals, as some have it, the first steps would be no use as a comparison: Adam
+    makes full steps of the first gradients however small they are, so also of their rounding errors.
+    """
+    for name, param in net.named_parameters():
+        if param.ndim > 1:
+            is_added = name.endswith(("out.weight", "down.weight"))
+            nn.init.normal_(param, std=0.004 if is_added else 0.04)

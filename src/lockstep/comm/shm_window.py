@@ -1,0 +1,43 @@
+"""The staging window: a bounded piece of shared memory per worker for tensors that do not live in shared memory.
+
+It has two halves. The half to write is the board's `half`; the rule that makes this safe is the board's. A half is
+cut into lanes of equal size, one per receiver where receivers want different bytes, else one.
+"""
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.segment import Segment
+
+HALF_BYTES = 1 << 20
+"""Bytes of one half of one worker's window. Chosen among 256 KB to 1 MB on a busy machine; not tuned yet."""
+LINE = 64
+
+
+class Window:
+    """Every worker's window, as tensors."""
+
+    def __init__(self, segment: Segment, begin: int) -> None:
+        self._size = segment.size
+        self._halves = [[_half(segment.slice(rank), begin, half) for rank in range(self._size)] for half in (0, 1)]
+        self._views: dict[tuple[int, int, int, torch.dtype], list[Tensor]] = {}
+
+    def lane_bytes(self, lanes: int) -> int:
+        """How many bytes one of `lanes` equal lanes holds."""
+        return HALF_BYTES // lanes // LINE * LINE
+
+    def slots(self, half: int, begin: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """By worker, `numel` elements from byte `begin` on. Kept, since training asks for the same ones for ever."""
+        key = (half, begin, numel, dtype)
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) > 4096:
+                self._views.clear()
+            end = begin + numel * dtype.itemsize
+            found = self._views[key] = [part[begin:end].view(dtype) for part in self._halves[half]]
+        return found
+
+
+def _half(memory: Tensor, begin: int, half: int) -> Tensor:
+    start = begin + half * HALF_BYTES
+    return memory[start : start + HALF_BYTES]
