@@ -222,7 +222,7 @@ def _verdict(holds: bool) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="gpt-40m")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per worker and step (default 4)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per worker and step (default 16)")
     parser.add_argument("--context", type=int, default=128, help="tokens per sequence (default 128)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each kind (default 30)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before those, not timed (default 3)")

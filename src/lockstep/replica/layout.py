@@ -1,11 +1,12 @@
 """From parameters to buckets: which gradient lies where in which flat buffer. Pure; needs no process.
 
-Buckets are filled in the order in which gradients are expected, one open bucket per device and dtype, the first
-of each kind small so that the first message leaves early. Every tensor starts on a 64-byte boundary. The last
-bucket to be launched closes the step: it also carries a tail of numbers about the step itself.
+Buckets are filled in the order in which gradients are expected, one open bucket per device and dtype: the first of
+each kind small, so that the first message leaves early, and the last ones too, so that little is left to wait for.
+Every tensor starts on a 64-byte boundary. The last bucket to be launched closes the step: it also carries a tail of
+numbers about the step itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +31,11 @@ class ParamSpec:
     dtype: torch.dtype
     """Real dtype of its gradient."""
     device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in a bucket, without padding."""
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +97,30 @@ def plan(
 
 def _fill(specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int) -> list[list[ParamSpec]]:
     """Group the parameters of each device and dtype, in order, closing a group when it reaches its cap."""
-    full: list[list[ParamSpec]] = []
-    open_groups: dict[tuple[torch.device, torch.dtype], list[ParamSpec]] = {}
-    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
-    caps: dict[tuple[torch.device, torch.dtype], int] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[ParamSpec]] = {}
     for spec in specs:
-        kind = (spec.device, spec.dtype)
-        open_groups.setdefault(kind, []).append(spec)
-        sizes[kind] = sizes.get(kind, 0) + spec.numel * spec.dtype.itemsize
-        if sizes[kind] >= caps.setdefault(kind, first_cap_bytes):
-            full.append(open_groups.pop(kind))
-            sizes[kind] = 0
-            caps[kind] = cap_bytes
-    return full + list(open_groups.values())
+        kinds.setdefault((spec.device, spec.dtype), []).append(spec)
+    return [group for kind in kinds.values() for group in _fill_kind(kind, first_cap_bytes, cap_bytes)]
+
+
+def _fill_kind(specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int) -> Iterator[list[ParamSpec]]:
+    """Groups of about the cap, the first one small; towards the end each takes half of what is left.
+
+    The last bucket is complete only when the backward pass ends, so nothing hides it: the smaller, the better. For
+    the same reason a tensor larger than a bucket, such as an embedding, does not keep smaller ones waiting.
+    """
+    left = sum(spec.num_bytes for spec in specs)
+    cap, large = first_cap_bytes, cap_bytes
+    group: list[ParamSpec] = []
+    for spec in specs:
+        if group and (spec.num_bytes >= large or sum(member.num_bytes for member in group) >= cap):
+            yield group
+            left -= sum(member.num_bytes for member in group)
+            group = []
+            cap = large = min(cap_bytes, max(left // 2, first_cap_bytes))
+        group.append(spec)
+    if group:
+        yield group
 
 
 def _lay_out(group: Sequence[ParamSpec]) -> BucketPlan:
