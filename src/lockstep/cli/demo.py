@@ -9,8 +9,13 @@ if TYPE_CHECKING:
     from lockstep.demo.recipe import Recipe
 
 _INTERRUPTED = 130
+_UNREAD = 141
+"""The exit codes that a shell reports after Ctrl-C, and when nobody reads the output any more."""
 
 _PRINTABLE = {chr(byte) for byte in range(32, 127)} | {"\n"}
+
+_BUSY = 0.9
+"""The share of a core below which other programs are said to have interfered; on an idle machine it is 0.99."""
 
 _DESCRIPTION = """\
 Train a byte-level GPT on the source code of Python's standard library, with as many workers as there are cores or
@@ -70,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\nlockstep demo: interrupted; no worker is left.", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:
+        sys.stdout = None  # Or Python tries to write what is left, and complains.
+        return _UNREAD
     except (lockstep.WorkerLost, lockstep.WorkerFailed) as error:
         print(f"\nlockstep demo: {error}", file=sys.stderr)
         return 1
@@ -109,7 +117,7 @@ def written(sample: bytes) -> list[str]:
     """The first lines of what the model writes, safe for a terminal."""
     text = "".join(chr(byte) if chr(byte) in _PRINTABLE else "?" for byte in sample)
     lines = [line for line in text.split("\n") if line.strip()]
-    return ["What the model writes now:", *(f"    {line[:100]}" for line in lines[:4])]
+    return ["What the model writes now:", *(f"    {line[:100]}" for line in lines[:5])]
 
 
 def _replicas(findings: "Findings") -> str:
@@ -152,14 +160,17 @@ def _throughput(findings: "Findings") -> list[str]:
         "alone on its part, sending nothing",
         f"  scaling efficiency  {100 * efficiency:.0f} % of {findings.workers} x one alone (medians of "
         f"{speed.num_together} steps and {speed.num_alone} lone ones, interleaved)",
-        *_caveat(findings.workers),
+        *_caveats(findings.workers, speed.core_share),
     ]
 
 
-def _caveat(workers: int) -> list[str]:
-    if workers == 1:
-        return []
-    return ["                      Less than 100 % is expected where cores share caches, memory bandwidth and power."]
+def _caveats(workers: int, core_share: float) -> list[str]:
+    said = []
+    if workers > 1:
+        said.append("Less than 100 % is expected where cores share caches, memory bandwidth and power.")
+    if core_share < _BUSY:
+        said.append(f"Other programs were running: the lone worker had {100 * core_share:.0f} % of its core.")
+    return [f"{'':22}{text}" for text in said]
 
 
 def _communication(findings: "Findings") -> list[str]:

@@ -14,7 +14,7 @@ from lockstep.demo.findings import Findings, Parity, Speed, digest, largest_diff
 from lockstep.demo.gpt import GPT
 from lockstep.demo.progress import Moment, Progress
 from lockstep.demo.recipe import Recipe
-from lockstep.demo.single import Single
+from lockstep.demo.single import LoneStep, Single
 from lockstep.demo.stopwatch import Lap, Stopwatch
 from lockstep.world import World
 
@@ -27,7 +27,7 @@ _LONE_STEPS = 3
 _RECENT = 10
 """Steps that the progress shows the speed of."""
 _PROMPT = b"def "
-_SAMPLE_BYTES = 160
+_SAMPLE_BYTES = 240
 
 
 class Examiner:
@@ -51,7 +51,7 @@ class Examiner:
         self._losses: list[float] = []
         self._single_losses: list[float] = []
         self._laps: list[Lap] = []
-        self._lone_seconds: list[float] = []
+        self._lone_steps: list[LoneStep] = []
         self._part = 0
         self._parity: Parity | None = None
         self._free_since = 0.0
@@ -125,7 +125,7 @@ class Examiner:
         self._world.barrier()
         if self._single is not None:
             self._part = len(x)
-            self._lone_seconds += [self._single.time(x, y) for _ in range(_LONE_STEPS)][1:]
+            self._lone_steps += [self._single.time(x, y) for _ in range(_LONE_STEPS)][1:]
         self._world.barrier()
 
     def _show(self, step: int) -> None:
@@ -156,15 +156,16 @@ class Examiner:
 
     def _speed(self) -> Speed | None:
         laps = self._timed_laps()
-        if not laps or not self._lone_seconds:
+        if not laps or not self._lone_steps:
             return None
         return Speed(
             samples=self._recipe.batch,
             together=statistics.median(lap.seconds for lap in laps),
             num_together=len(laps),
             part=self._part,
-            alone=statistics.median(self._lone_seconds),
-            num_alone=len(self._lone_seconds),
+            alone=statistics.median(step.seconds for step in self._lone_steps),
+            num_alone=len(self._lone_steps),
+            core_share=statistics.median(step.cpu_seconds / step.seconds for step in self._lone_steps),
         )
 
 

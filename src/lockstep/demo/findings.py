@@ -47,6 +47,8 @@ class Speed:
     """Median seconds of worker 0's step on its part while the others were idle, with nothing sent."""
     num_alone: int
     """How many such steps were measured."""
+    core_share: float
+    """The part of a core that worker 0 had in these: less than nearly 1 if other programs were running."""
 
     @property
     def throughput(self) -> float:

@@ -1,11 +1,21 @@
 """The same training on one worker: a plain model and a plain optimizer, with nothing of this library in them."""
 
 import time
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from lockstep.demo.gpt import GPT, loss_of
 from lockstep.demo.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class LoneStep:
+    """How long a step took that waited for nobody."""
+
+    seconds: float
+    cpu_seconds: float
+    """What its thread had of a core in that time: all of it, unless something else ran there."""
 
 
 class Single:
@@ -28,8 +38,8 @@ class Single:
         self._optimizer.zero_grad()
         return loss.item()
 
-    def time(self, x: Tensor, y: Tensor) -> float:
-        """The seconds that one update takes."""
-        start = time.perf_counter()
+    def time(self, x: Tensor, y: Tensor) -> LoneStep:
+        """One update from this batch, timed."""
+        start, cpu_start = time.perf_counter(), time.thread_time()
         self.step(x, y)
-        return time.perf_counter() - start
+        return LoneStep(time.perf_counter() - start, time.thread_time() - cpu_start)

@@ -16,6 +16,9 @@ FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """What torch DDP uses too; bench/step.py showed no gain on either side of it."""
 
+SHARE_OF_REST = 4
+"""A bucket takes at most one in so many bytes of what is left: bench/overlap.py hid more with it than without."""
+
 EXACT_COUNTERS = (torch.float32, torch.float64)
 """Dtypes in which sums of marks and weights over the workers lose nothing that matters."""
 
@@ -104,7 +107,7 @@ def _fill(specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int) -> l
 
 
 def _fill_kind(specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int) -> Iterator[list[ParamSpec]]:
-    """Groups of about the cap, the first one small; towards the end each takes half of what is left.
+    """Groups of about the cap, the first one small; towards the end each takes a share of what is left.
 
     The last bucket is complete only when the backward pass ends, so nothing hides it: the smaller, the better. For
     the same reason a tensor larger than a bucket, such as an embedding, does not keep smaller ones waiting.
@@ -117,7 +120,7 @@ def _fill_kind(specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int)
             yield group
             left -= sum(member.num_bytes for member in group)
             group = []
-            cap = large = min(cap_bytes, max(left // 2, first_cap_bytes))
+            cap = large = min(cap_bytes, max(left // SHARE_OF_REST, first_cap_bytes))
         group.append(spec)
     if group:
         yield group
