@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ def findings(**changed):
         "losses": (5.5, *[2.0] * 39),
         "digests": ("ab" * 32, "ab" * 32),
         "parity": Parity(steps=5, batch=32, weights=1e-7, losses=2e-8),
-        "speed": Speed(samples=32, together=0.5, num_together=35, part=16, alone=0.4, num_alone=8),
+        "speed": Speed(samples=32, together=0.5, num_together=35, part=16, alone=0.4, num_alone=8, core_share=0.99),
         "waiting": (0.02, 0.04),
         "sample": b"def main(\xff\x1b[2J):\n\n    return 1\n",
     }
@@ -266,6 +267,12 @@ def test_statements_hold_the_numbers():
         assert part.lower() in said.lower(), part
     assert "FAILED" not in said
     assert all(len(text) <= 120 for text in said.splitlines())
+
+
+def test_a_busy_machine_is_mentioned():
+    quiet, busy = findings(), findings(speed=replace(findings().speed, core_share=0.5))
+    assert "Other programs" not in "\n".join(cli.measured(quiet))
+    assert "Other programs were running: the lone worker had 50 % of its core." in "\n".join(cli.measured(busy))
 
 
 def test_what_was_not_measured_is_not_claimed():

@@ -45,7 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "-n", "--workers", type=int, metavar="N", help="number of workers (default: one per GPU, or per core without)"
     )
-    parser.add_argument("--steps", type=int, default=400, metavar="K", help="updates to make (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=300, metavar="K", help="updates to make (default: %(default)s)")
     parser.add_argument(
         "--model",
         choices=("tiny", "small", "medium", "large"),
@@ -116,8 +116,8 @@ def measured(findings: "Findings") -> list[str]:
 def written(sample: bytes) -> list[str]:
     """The first lines of what the model writes, safe for a terminal."""
     text = "".join(chr(byte) if chr(byte) in _PRINTABLE else "?" for byte in sample)
-    lines = [line for line in text.split("\n") if line.strip()]
-    return ["What the model writes now:", *(f"    {line[:100]}" for line in lines[:5])]
+    lines = [line[:100].rstrip() for line in text.split("\n")]
+    return ["What the model writes now:", *[f"    {line}" for line in lines if line][:5]]
 
 
 def _replicas(findings: "Findings") -> str:
