@@ -14,10 +14,10 @@ import torch
 ALIGNMENT_BYTES = 64
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-"""What torch DDP uses too; bench/step.py showed no gain on either side of it."""
+"""What torch DDP uses too."""
 
 SHARE_OF_REST = 4
-"""A bucket takes at most one in so many bytes of what is left: bench/overlap.py hid more with it than without."""
+"""A bucket takes at most one in so many bytes of what is left. Reasoned, not yet tuned: see docs/benchmarks.md."""
 
 EXACT_COUNTERS = (torch.float32, torch.float64)
 """Dtypes in which sums of marks and weights over the workers lose nothing that matters."""
