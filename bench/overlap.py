@@ -112,6 +112,8 @@ def _measure(options: argparse.Namespace, world: lockstep.World) -> dict[str, An
     actions: dict[str, interleave.Action] = {
         name: lambda number, variant=variant: variant.step(fed[number % len(fed)]) for name, variant in trained.items()
     }
+    backwards: list[float] = []
+    actions["limit"] = lambda number: _step_noting_backward(trained["limit"], fed[number % len(fed)], backwards)
     actions["communication"] = lambda _number: _communicate(world, flats)
     measured = interleave.measure(world, actions, rounds=options.steps, warmup=options.warmup)
     times = measured.times
@@ -120,7 +122,7 @@ def _measure(options: argparse.Namespace, world: lockstep.World) -> dict[str, An
         "machine": machine.describe(world),
         "parameters": sum(param.numel() for param in trained["limit"].model.parameters()),
         "bucket bytes": bucket_bytes,
-        "backward seconds": backward,
+        "backward seconds": statistics.median(backwards),
         "bits per second": rate,
         "rounds": str(measured),
         "seconds": {name: seconds.tolist() for name, seconds in times.items()},
@@ -144,17 +146,21 @@ def _bucket_bytes(world: lockstep.World, variant: Variant, fed: list[Batch]) -> 
     return sizes[max(sizes)]
 
 
-def _backward_seconds(world: lockstep.World, variant: Variant, fed: list[Batch], rounds: int = 8) -> float:
-    """Time of a backward pass of the bare module: the median here, the mean over the workers."""
-    seconds = []
+def _backward_seconds(world: lockstep.World, variant: Variant, fed: list[Batch], rounds: int = 12) -> float:
+    """Time of a backward pass of the bare module: the shortest here, which nothing disturbed; the longest of all workers."""
+    seconds: list[float] = []
     for number in range(rounds):
         world.barrier()
-        variant.forward(fed[number % len(fed)])
-        start = time.perf_counter()
-        variant.loss.backward()
-        seconds.append(time.perf_counter() - start)
-        variant.update()
-    return float(world.mean(statistics.median(seconds[2:])))
+        _step_noting_backward(variant, fed[number % len(fed)], seconds)
+    return max(world.gather(min(seconds)))
+
+
+def _step_noting_backward(variant: Variant, batch: Batch, seconds: list[float]) -> None:
+    variant.forward(batch)
+    start = time.perf_counter()
+    variant.loss.backward()
+    seconds.append(time.perf_counter() - start)
+    variant.update()
 
 
 def _calibrate(world: lockstep.World, flats: list[torch.Tensor], wanted: float) -> float:
@@ -198,7 +204,9 @@ def _print(options: argparse.Namespace, results: dict[str, Any]) -> None:
     print(results["rounds"])
     print(", ".join(f"{name}: {fact}" for name, fact in results["machine"].items()))
     backward, rate = 1e3 * results["backward seconds"], results["bits per second"] / 1e6
-    print(f"backward alone: {backward:.0f} ms; link: {rate:.0f} Mbit/s each way")
+    taken = 1e3 * statistics.median(results["seconds"]["communication"]) / backward
+    print(f"backward of the bare module: {backward:.0f} ms; link: {rate:.0f} Mbit/s each way")
+    print(f"communication alone takes {taken:.2f} of that")
     print(f"lockstep's buckets in the order they leave, MiB: {buckets}")
     print(f"\n{'':14}{'median ms':>10}{'10-90 %':>18}{'hidden (95 %)':>24}")
     for name, seconds in results["seconds"].items():
