@@ -147,7 +147,7 @@ def _bucket_bytes(world: lockstep.World, variant: Variant, fed: list[Batch]) -> 
 
 
 def _backward_seconds(world: lockstep.World, variant: Variant, fed: list[Batch], rounds: int = 12) -> float:
-    """Time of a backward pass of the bare module: the shortest here, which nothing disturbed; the longest of all workers."""
+    """Time of a backward pass of the bare module, undisturbed: the shortest of several, on the slowest worker."""
     seconds: list[float] = []
     for number in range(rounds):
         world.barrier()
