@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lockstep.comm import segment
 from lockstep.comm.futex import WRAP, Futex, _kernel_fence, fence, reached
 from lockstep.comm.segment import open_segment, pages
-from lockstep.comm.shm_board import DTYPES, Call
-from lockstep.comm.shm_collectives import cut
+from lockstep.comm.shm.board import DTYPES, Call
+from lockstep.comm.shm.collectives import cut
 from lockstep.errors import LaunchError
 
 

@@ -1,14 +1,15 @@
 """The collectives of workers that share memory.
 
-Each is a few phases between meetings (see shm_board): post what is called and meet; move bytes; meet again where
+Each is a few phases between meetings (see board.py): post what is called and meet; move bytes; meet again where
 others still read or write what this worker is about to use. Bytes move in one of three ways, chosen from what all
 workers posted, so all choose alike:
 
 - **in place**, where everybody's tensor lies in a shared segment: each worker reduces its own part over all slices
   and writes the result into all of them, block by block, so that the writing finds the block in its cache. Two
   meetings; a worker reads M bytes and writes M.
-- **staged**, otherwise: through the window, chunk by chunk, one meeting each. While some still read one half, the
-  others fill the other one.
+- **staged**, otherwise: through the window, chunk by chunk. Everybody leaves what others reduce, reduces its own part
+  of the chunk and leaves the result, and takes the others' results: two meetings a chunk. While some still read one
+  half of the window, the others fill the other one.
 - **at once**, where it fits into one chunk: everybody leaves its bytes in the window, one meeting, everybody
   reduces all contributions by itself, in the same order, and so to the same bits.
 
@@ -22,17 +23,18 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.segment import Segment
-from lockstep.comm.shm_board import UNSHARED, Board, Call, Post, pack_post
-from lockstep.comm.shm_reduction import Reduction
-from lockstep.comm.shm_window import LINE, Window
+from lockstep.comm.shm.board import UNSHARED, Board, Call, Post, pack_post
+from lockstep.comm.shm.reduction import Reduction
+from lockstep.comm.shm.window import LINE, Window
 from lockstep.errors import UsageError
 
-BLOCK_BYTES = 128 << 10
-"""Reduced and written back while still in the cache. Chosen among 64 to 256 KB on a busy machine; not tuned yet."""
-AT_ONCE_BYTES = 128 << 10
-"""Up to here everybody reduces everything by itself even if the memory is shared: one meeting less."""
+BLOCK_BYTES = 256 << 10
+"""Reduced and written back while still in the cache (tuned by bench/collectives.py: 32 KB to 1 MB)."""
+ANYWAY_BYTES = 16 << 10
+"""Up to here bytes are left in the window even where the memory is shared: one meeting less."""
+AT_ONCE_BYTES = 256 << 10
+"""Up to here everybody takes everything from the window by itself, if there are few workers."""
 FEW = 4
-"""Up to so many workers, reducing everything by oneself beats splitting and gathering."""
 
 NOTHING = pack_post()
 
@@ -46,6 +48,7 @@ class Collectives:
     def __init__(self, board: Board, window: Window, segments: list[Segment]) -> None:
         self._board, self._window, self._segments = board, window, segments
         self._rank, self._size = board.rank, board.size
+        self._at_once_bytes = AT_ONCE_BYTES if self._size <= FEW else AT_ONCE_BYTES // self._size
         self._plans: dict[object, list[list[Tensor]]] = {}
 
     # Where a tensor lies
@@ -94,24 +97,29 @@ class Collectives:
         numel, dtype = flat.numel(), flat.dtype
         call = pack_call("all_reduce", dtype, numel, reduce.name)
         num_bytes = numel * dtype.itemsize
-        if num_bytes <= (AT_ONCE_BYTES if self._size <= FEW else AT_ONCE_BYTES // self._size):
-            self._reduce_at_once(flat, reduce, call, spin)
+        if num_bytes <= ANYWAY_BYTES:
+            self._leave_whole(flat)
+            self._board.agree(call, NOTHING, spin=spin)
+            reduce(self._window.slots(1 - self._board.half, 0, numel, dtype), flat)
             return
+        fits = num_bytes <= self._at_once_bytes
+        chunks = (flat,) if fits else flat.split(self._window.lane_bytes(1) // flat.itemsize)
+        leave = self._leave_whole if fits else self._leave_for_owners
         location = self.locate(flat)
+        if location == UNSHARED:
+            leave(chunks[0])
         posts = self._board.agree(call, pack_post(target=location), spin=spin)
         locations = [post.target for post in posts]
         if UNSHARED not in locations:
             self._reduce_in_place(flat, reduce, locations, call, spin)
-        elif self._size <= FEW:
-            self._reduce_staged(flat, reduce, call, spin)
+            return
+        if locations.count(UNSHARED) < self._size:  # Some did not leave theirs, not knowing that they had to.
+            leave(chunks[0])
+            self._board.meet(call, spin=spin)
+        if fits:
+            reduce(self._window.slots(1 - self._board.half, 0, numel, dtype), flat)
         else:
-            self._reduce_split(flat, reduce, call, spin)
-
-    def _reduce_at_once(self, flat: Tensor, reduce: Reduction, call: bytes, spin: bool) -> None:
-        slots = self._window.slots(self._board.half, 0, flat.numel(), flat.dtype)
-        slots[self._rank].copy_(flat)
-        self._board.agree(call, NOTHING, spin=spin)
-        reduce(slots, flat)
+            self._reduce_staged(chunks, reduce, call, spin)
 
     def _reduce_in_place(
         self, flat: Tensor, reduce: Reduction, locations: Sequence[Location], call: bytes, spin: bool
@@ -124,28 +132,40 @@ class Collectives:
                 copy.copy_(result)
         self._board.meet(call, spin=spin)
 
-    def _reduce_staged(self, flat: Tensor, reduce: Reduction, call: bytes, spin: bool) -> None:
-        for part in flat.split(self._window.lane_bytes(1) // flat.itemsize):
-            slots = self._window.slots(self._board.half, 0, part.numel(), flat.dtype)
-            slots[self._rank].copy_(part)
-            self._board.meet(call, spin=spin)
-            reduce(slots, part)
+    def _leave_whole(self, flat: Tensor) -> None:
+        self._window.slots(self._board.half, 0, flat.numel(), flat.dtype)[self._rank].copy_(flat)
 
-    def _reduce_split(self, flat: Tensor, reduce: Reduction, call: bytes, spin: bool) -> None:
-        """Each chunk in two meetings: everybody reduces its part of it, then everybody gathers the parts."""
-        for part in flat.split(self._window.lane_bytes(1) // flat.itemsize):
-            bounds = [cut(part.numel(), self._size, rank, flat.itemsize) for rank in range(self._size)]
-            self._window.slots(self._board.half, 0, part.numel(), flat.dtype)[self._rank].copy_(part)
-            read = self._board.half
-            self._board.meet(call, spin=spin)
+    def _leave_for_owners(self, chunk: Tensor) -> None:
+        """Leave what others reduce of `chunk` in the window; the own part stays where it is."""
+        own = self._window.slots(self._board.half, 0, chunk.numel(), chunk.dtype)[self._rank]
+        begin, end = cut(chunk.numel(), self._size, self._rank, chunk.itemsize)
+        for part in (slice(0, begin), slice(end, None)):
+            own[part].copy_(chunk[part])
+
+    def _reduce_staged(self, chunks: Sequence[Tensor], reduce: Reduction, call: bytes, spin: bool) -> None:
+        """Two meetings a chunk: everybody reduces its part of it, then everybody gathers the parts.
+
+        The first chunk has been left in the half before this one, and met for.
+        """
+        for number, chunk in enumerate(chunks):
+            if number:
+                self._leave_for_owners(chunk)
+                self._board.meet(call, spin=spin)
+            bounds = [cut(chunk.numel(), self._size, rank, chunk.itemsize) for rank in range(self._size)]
             begin, end = bounds[self._rank]
-            write = self._window.slots(self._board.half, 0, end - begin, flat.dtype)[self._rank]
-            if end > begin:
-                reduce(self._window.slots(read, begin * flat.itemsize, end - begin, flat.dtype), write)
+            left = self._window.slots(1 - self._board.half, 0, chunk.numel(), chunk.dtype)
             read = self._board.half
+            if end > begin:
+                own = chunk[begin:end]
+                sources = [own if rank == self._rank else slot[begin:end] for rank, slot in enumerate(left)]
+                result = self._window.slots(read, begin * chunk.itemsize, end - begin, chunk.dtype)[self._rank]
+                reduce(sources, result)
+                own.copy_(result)
             self._board.meet(call, spin=spin)
             for rank, (begin, end) in enumerate(bounds):
-                part[begin:end].copy_(self._window.slots(read, 0, end - begin, flat.dtype)[rank])
+                if rank != self._rank and end > begin:
+                    reduced = self._window.slots(read, begin * chunk.itemsize, end - begin, chunk.dtype)
+                    chunk[begin:end].copy_(reduced[rank])
 
     def reduce(self, flat: Tensor, root: int, reduce: Reduction, *, spin: bool) -> None:
         """Replace `flat` on `root` by the reduction of all; elsewhere it stays as it is."""

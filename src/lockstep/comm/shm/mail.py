@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lockstep.comm.futex import WRAP
 from lockstep.comm.segment import Segment
-from lockstep.comm.shm_board import SLICE_S, Board
-from lockstep.comm.shm_work import ShmWork
+from lockstep.comm.shm.board import SLICE_S, Board
+from lockstep.comm.shm.work import ShmWork
 from lockstep.errors import LockstepError, UsageError
 
 FRAGMENTS = 4

@@ -11,26 +11,22 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 
-Step = Callable[[Tensor, Tensor, Tensor], object]
-"""Combines two tensors into a third, which may be one of them."""
+Step = Callable[..., Tensor]
+"""Combines two tensors into a third, `out`, which may be one of them."""
 
 RedOpType: Any = dist.ReduceOp.RedOpType
 
 
-def _into(function: Callable[..., Tensor]) -> Step:
-    return lambda a, b, out: function(a, b, out=out)
-
-
 STEPS: dict[object, Step] = {
-    RedOpType.SUM: _into(torch.add),
-    RedOpType.AVG: _into(torch.add),
-    RedOpType.PREMUL_SUM: _into(torch.add),
-    RedOpType.PRODUCT: _into(torch.mul),
-    RedOpType.MIN: _into(torch.minimum),
-    RedOpType.MAX: _into(torch.maximum),
-    RedOpType.BAND: _into(torch.bitwise_and),
-    RedOpType.BOR: _into(torch.bitwise_or),
-    RedOpType.BXOR: _into(torch.bitwise_xor),
+    RedOpType.SUM: torch.add,
+    RedOpType.AVG: torch.add,
+    RedOpType.PREMUL_SUM: torch.add,
+    RedOpType.PRODUCT: torch.mul,
+    RedOpType.MIN: torch.minimum,
+    RedOpType.MAX: torch.maximum,
+    RedOpType.BAND: torch.bitwise_and,
+    RedOpType.BOR: torch.bitwise_or,
+    RedOpType.BXOR: torch.bitwise_xor,
 }
 BITWISE = (RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR)
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -51,10 +47,14 @@ class Reduction:
     _wide: torch.dtype | None
     """The dtype to accumulate in, where that is not the tensor's own."""
     _averages: bool
+    _is_one_step: bool
+    """Whether two contributions are combined with nothing before or after."""
 
     def __call__(self, sources: Sequence[Tensor], out: Tensor, *, out_is: int = -1) -> None:
         """Combine `sources` in their order into `out`, which may be the source number `out_is` and no other."""
-        if self._wide is not None:
+        if self._is_one_step:
+            self._step(sources[0], sources[1], out=out)
+        elif self._wide is not None:
             self._widened(sources, out, self._wide)
         elif out_is > 1 and self.size > 2:
             # `out` would be overwritten before its own turn has come.
@@ -69,16 +69,16 @@ class Reduction:
             if out.data_ptr() != sources[0].data_ptr():
                 out.copy_(sources[0])
         else:
-            self._step(sources[0], sources[1], out)
+            self._step(sources[0], sources[1], out=out)
             for source in sources[2:]:
-                self._step(out, source, out)
+                self._step(out, source, out=out)
         if self._averages:
             self._divide(out)
 
     def _widened(self, sources: Sequence[Tensor], out: Tensor, wide: torch.dtype) -> None:
         total = sources[0].to(wide, copy=True)
         for source in sources[1:]:
-            self._step(total, source if source.dtype in NARROW else source.to(wide), total)
+            self._step(total, source if source.dtype in NARROW else source.to(wide), out=total)
         if self._averages:
             self._divide(total)
         out.copy_(total)
@@ -101,7 +101,8 @@ def reduction(kind: object, dtype: torch.dtype, size: int) -> Reduction:
         raise UsageError(f"backend shm cannot reduce {dtype} by {name}, since torch cannot. Cast the tensor.")
     if dtype.is_complex and kind in (RedOpType.MIN, RedOpType.MAX):
         raise UsageError(f"backend shm cannot reduce {dtype} by {name}: complex numbers have no order.")
-    return Reduction(kind, name, size, step, _accumulator(kind, dtype, size), kind == RedOpType.AVG)
+    wide, averages = _accumulator(kind, dtype, size), kind == RedOpType.AVG
+    return Reduction(kind, name, size, step, wide, averages, size == 2 and wide is None and not averages)
 
 
 def _accumulator(kind: object, dtype: torch.dtype, size: int) -> torch.dtype | None:

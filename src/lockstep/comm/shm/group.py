@@ -19,18 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from lockstep.comm import shm_reduction
 from lockstep.comm.segment import Segment, open_segment
-from lockstep.comm.shm_board import PAGE_BYTES, Board
-from lockstep.comm.shm_collectives import Collectives, as_bytes
-from lockstep.comm.shm_mail import ANYBODY, RING_BYTES, Mail
-from lockstep.comm.shm_meeting import meet, watch_peers
-from lockstep.comm.shm_reduction import RedOpType, Reduction, arithmetic
-from lockstep.comm.shm_window import HALF_BYTES, Window
-from lockstep.comm.shm_work import Queue, ShmWork, await_all
+from lockstep.comm.shm import reduction as reductions
+from lockstep.comm.shm.board import PAGE_BYTES, Board
+from lockstep.comm.shm.collectives import Collectives, as_bytes
+from lockstep.comm.shm.mail import ANYBODY, RING_BYTES, Mail
+from lockstep.comm.shm.meeting import meet, watch_peers
+from lockstep.comm.shm.reduction import RedOpType, Reduction, arithmetic
+from lockstep.comm.shm.window import HALF_BYTES, Window
+from lockstep.comm.shm.work import Queue, ShmWork, await_all
 from lockstep.errors import UsageError, WorkerLost
 
 NAME = "shm"
+PREMUL_SUM = RedOpType.PREMUL_SUM.value
 
 TorchGroup: Any = dist.ProcessGroup
 """Untyped, since torch's stubs give every method several overloads of which it calls only one."""
@@ -57,6 +58,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         self._collectives = Collectives(self._board, window, self._segments)
         self._mail = Mail(self._board, control, rings_at)
         self._queue = Queue("lockstep-shm", self._board.fail)
+        self._reductions: dict[tuple[int, torch.dtype], Reduction] = {}
         self._coalescing: list[ShmWork] | None = None
         self._nccl: Any = None
         self._process, self._is_open = os.getpid(), True
@@ -447,8 +449,11 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
     def _reduction(self, op: Any, dtype: torch.dtype) -> tuple[Reduction, Any]:
         """The reduction that torch calls `op`, and the factor of a premultiplied sum."""
         kind = getattr(op, "op", op)
-        factor = op.__getstate__()[1] if kind == RedOpType.PREMUL_SUM else None
-        return shm_reduction.reduction(kind, dtype, self._size), factor
+        key = (kind.value, dtype)
+        found = self._reductions.get(key)
+        if found is None:
+            found = self._reductions[key] = reductions.reduction(kind, dtype, self._size)
+        return found, op.__getstate__()[1] if kind.value == PREMUL_SUM else None
 
 
 def _close(group: "weakref.ref[ShmGroup]") -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.shm_group import NAME, ShmGroup
+from lockstep.comm.shm.group import NAME, ShmGroup
 from lockstep.errors import UsageError
 
 

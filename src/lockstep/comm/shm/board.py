@@ -60,6 +60,7 @@ _SAME = struct.Struct("<24s16sHiQ")
 """What all workers must call alike: name, reduction, dtype, root, elements."""
 _OWN = struct.Struct("<Qiqiq")
 """What may differ: bytes of the longest piece, then segment and offset of input and output (-1: not shared)."""
+POST_BYTES = _SAME.size + _OWN.size
 UNSHARED = (-1, -1)
 
 HasCome = Callable[[int], bool]
@@ -128,6 +129,10 @@ class Board:
         self._spins = len(os.sched_getaffinity(0)) >= self.size
         self._rings = itertools.count(1)
         self._agreed: dict[bytes, list[Post]] = {}
+        """What everybody added to a call, by what everybody posted alike."""
+        self._posts = [
+            [rank * segment.slice_bytes + CALL_AT + half * CALL_BYTES for rank in range(self.size)] for half in (0, 1)
+        ]
 
     @property
     def half(self) -> int:
@@ -140,12 +145,16 @@ class Board:
         """Meet, having posted `call`; return what everybody added to it, or raise if the calls differ."""
         if self.error is not None:
             raise self._again()
-        half = self.half
-        start = self.rank * self._segment.slice_bytes + CALL_AT + half * CALL_BYTES
-        self._memory[start : start + len(call)] = call
-        self._memory[start + _SAME.size : start + _SAME.size + _OWN.size] = own
+        posted = call + own
+        starts = self._posts[self.half]
+        mine = starts[self.rank]
+        self._memory[mine : mine + POST_BYTES] = posted
         self._meet(call, spin)
-        return self._compare(call, half)
+        for start in starts:
+            if self._memory[start : start + POST_BYTES] != posted:
+                return self._compare(call, starts)
+        posts = self._agreed.get(posted)
+        return posts if posts is not None else self._compare(call, starts)
 
     def meet(self, call: bytes, *, spin: bool) -> None:
         """Return when all workers have come to this meeting, which is part of `call`."""
@@ -179,19 +188,15 @@ class Board:
             if not reached(words[place], target):
                 self._mind(target, call, deadline)
 
-    def _compare(self, call: bytes, half: int) -> list[Post]:
-        same, size, stride = _SAME.size, _SAME.size + _OWN.size, self._segment.slice_bytes
-        start = CALL_AT + half * CALL_BYTES
-        pages = [bytes(self._memory[at : at + size]) for at in range(start, start + self.size * stride, stride)]
-        key = b"".join(pages)
-        posts = self._agreed.get(key)
-        if posts is None:
-            if any(page[:same] != call for page in pages):
-                raise self.fail(self._disagreement([Call.unpack(page[:same]) for page in pages]))
-            posts = [_unpack_post(page[same:]) for page in pages]
+    def _compare(self, call: bytes, starts: Sequence[int]) -> list[Post]:
+        pages = [bytes(self._memory[start : start + POST_BYTES]) for start in starts]
+        if any(page[: _SAME.size] != call for page in pages):
+            raise self.fail(self._disagreement([Call.unpack(page[: _SAME.size]) for page in pages]))
+        posts = [_unpack_post(page[_SAME.size :]) for page in pages]
+        if len(set(pages)) == 1:  # Kept, since training makes the same calls for ever.
             if len(self._agreed) > 512:
                 self._agreed.clear()
-            self._agreed[key] = posts
+            self._agreed[pages[0]] = posts
         return posts
 
     def _disagreement(self, calls: Sequence[Call]) -> UsageError:

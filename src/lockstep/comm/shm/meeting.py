@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lockstep.comm.peers import Peer
 from lockstep.comm.segment import Watch, await_keys
-from lockstep.comm.shm_board import Board
+from lockstep.comm.shm.board import Board
 from lockstep.errors import LaunchError, WorkerLost
 
 

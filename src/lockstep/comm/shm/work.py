@@ -123,12 +123,17 @@ class Queue:
         self._waiting: deque[tuple[ShmWork, Operation]] = deque()
         self._busy = False
         self._closed = False
-        self._change = threading.Condition()
+        self._lock = threading.Lock()
+        self._change = threading.Condition(self._lock)
+        self._done = ShmWork(name, [], done=True)
         self._thread: threading.Thread | None = None
 
     def run(self, name: str, operation: Operation, outputs: "list[Tensor]") -> ShmWork:
-        """Carry `operation` out now, in this thread if nothing is before it; return when it is done."""
-        with self._change:
+        """Carry `operation` out now, in this thread if nothing is before it; return when it is done.
+
+        What it returns is done, and says nothing of the outputs: the caller has them.
+        """
+        with self._lock:
             alone = not self._busy and not self._waiting
             if alone:
                 self._busy = True
@@ -147,11 +152,11 @@ class Queue:
             self._fail(error)  # An interrupt in mid-operation leaves the group broken, and is the caller's own.
             raise
         finally:
-            with self._change:
+            with self._lock:
                 self._busy = False
                 if self._waiting:
                     self._change.notify()
-        return ShmWork(name, outputs, done=True)
+        return self._done
 
     def submit(self, name: str, operation: Operation, outputs: object) -> ShmWork:
         """Have `operation` carried out by the queue's own thread; return at once."""
