@@ -3,7 +3,7 @@
     python bench/collectives.py                      2 workers, float32, 1 KB to 100 MB
     python bench/collectives.py --sizes 25M --ops all_reduce --rounds 60
 
-For every operation and size, in one run and interleaved round by round (see interleave.py):
+For every operation and size, in one run and interleaved round by round (see lockstep.bench.interleave):
 
 gloo       torch's gloo
 in place   backend shm on memory from `shm.allocate`: nothing is staged
@@ -21,14 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import interleave
-import machine
 import torch
 import torch.distributed as dist
-from interleave import Estimate
 from torch import Tensor
 
 import lockstep
+from lockstep.bench import interleave, machine
+from lockstep.bench.interleave import Estimate
 from lockstep.comm import shm
 
 ROUND_BYTES = 64 << 20

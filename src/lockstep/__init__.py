@@ -10,6 +10,8 @@ Names are loaded when first used, so that `lockstep run` need not wait for torch
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lockstep.comm.registration import register_when_torch_is_there
+
 if TYPE_CHECKING:
     from lockstep.data.loader import shard
     from lockstep.errors import (
@@ -58,6 +60,9 @@ _HOMES = {
     "scale_lr": "train.learning_rate",
     "shard": "data.loader",
 }
+
+
+register_when_torch_is_there()
 
 
 def __getattr__(name: str) -> Any:

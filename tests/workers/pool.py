@@ -26,10 +26,10 @@ def _serve(connection, parent_path):
             task = connection.recv()
         except EOFError:
             return
-        environ, function, args, timeout = task
+        environ, function, args, timeout, backend = task
         os.environ.update(environ)
         try:
-            with lockstep.join(seed=0, timeout=timeout) as world:
+            with lockstep.join(seed=0, timeout=timeout, backend=backend) as world:
                 connection.send((True, function(world, *args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
@@ -60,7 +60,7 @@ class Pool:
             process.join()
         self._workers = []
 
-    def run(self, workers, function, *args, timeout=30, expect_failure=False):
+    def run(self, workers, function, *args, timeout=30, expect_failure=False, backend=None):
         """Results by rank; with `expect_failure`, (ok, result or traceback) by rank."""
         import torch.distributed as dist
 
@@ -88,7 +88,7 @@ class Pool:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "GLOO_SOCKET_IFNAME": "lo",
             }
-            connection.send((environ, function, args, timeout))
+            connection.send((environ, function, args, timeout, backend))
         outcomes = self._collect(workers)
         del store
         if expect_failure:
@@ -116,3 +116,13 @@ class Pool:
                     self.stop()
                     raise WorkerError(f"worker {rank} died") from None
         return outcomes
+
+
+class OnBackend:
+    """The pool, with worlds over one backend."""
+
+    def __init__(self, pool, backend):
+        self._pool, self._backend = pool, backend
+
+    def run(self, *args, **options):
+        return self._pool.run(*args, backend=self._backend, **options)

@@ -17,6 +17,8 @@ import lockstep
 
 DOUBLE = 1e-12
 
+BACKENDS = ["shm", "gloo"]
+
 
 def run_steps(world, net, wrap, steps=5, size=10, loss_of=None, lr=0.05):
     """Train `net` for some steps on fixed data; `world` None means plain torch on one worker."""

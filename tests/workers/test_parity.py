@@ -10,6 +10,8 @@ import lockstep
 
 STEPS = 20
 
+BACKENDS = ["shm", "gloo"]
+
 
 def batches(model, dtype, sizes):
     generator = torch.Generator().manual_seed(11)

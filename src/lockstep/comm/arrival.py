@@ -37,29 +37,31 @@ class Arrival:
 
 def alone(device: torch.device, timeout: timedelta) -> Arrival:
     """A world of one. It opens a group if it can, for scripts that call torch.distributed themselves."""
+    name = backends.choose(device, on_one_host=False)  # Any will do; gloo is always there.
     group: dist.ProcessGroup | None = None
     try:
-        dist.init_process_group(backends.choose(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         group = dist.group.WORLD
     except RuntimeError:
         pass  # No network interface at all, not even loopback: nothing here needs the group.
-    return _single(device, _plain(backends.choose(device)), group, timeout, owns_group=group is not None)
+    return _single(device, _plain(name), group, timeout, owns_group=group is not None)
 
 
 def meet(launch: Launch, device: torch.device, backend: str | None, timeout: timedelta) -> Arrival:
     """Meet the other workers where the launcher said, and open the group."""
     store = _generation(backends.open_store(launch, timeout), launch.rank)
     backends.await_workers(store, launch, timeout)
-    name = backend or backends.choose(device)
-    if "shm" in name:
-        shm.register()
+    peers = _introduce(store, launch.rank, launch.size)
+    on_one_host = all(peer.host == peers[launch.rank].host for peer in peers)
+    name = backend or backends.choose(device, on_one_host=on_one_host)
+    shm.register()
     try:
         dist.init_process_group(
             name, store=dist.PrefixStore("group", store), rank=launch.rank, world_size=launch.size, timeout=timeout
         )
     except (RuntimeError, ValueError) as error:
         raise LaunchError(f"worker {launch.rank}: backend {name!r} could not be opened: {error}") from error
-    return _in_default_group(device, store, timeout, launch)
+    return _in_default_group(device, Peers(peers[launch.rank], peers, store, timeout), launch)
 
 
 def adopt(device: torch.device, timeout: timedelta) -> Arrival:
@@ -67,7 +69,8 @@ def adopt(device: torch.device, timeout: timedelta) -> Arrival:
     if dist.get_world_size() == 1:
         return _single(device, _plain(str(dist.get_backend())), dist.group.WORLD, timeout, owns_group=False)
     store = _generation(dist.distributed_c10d._get_default_store(), dist.get_rank())
-    return _in_default_group(device, store, timeout, None)
+    peers = _introduce(store, dist.get_rank(), dist.get_world_size())
+    return _in_default_group(device, Peers(peers[dist.get_rank()], peers, store, timeout), None)
 
 
 def choose_device(asked: str | torch.device | None, local_rank: int | None) -> torch.device:
@@ -99,15 +102,18 @@ def _single(
     return Arrival(0, 1, 0, 1, device, backend, Peers(me, (me,), None, timeout), group, group, owns_group)
 
 
-def _in_default_group(device: torch.device, store: dist.Store, timeout: timedelta, launch: Launch | None) -> Arrival:
-    """This worker's place in torch's default group, once everybody has said which process it is."""
+def _introduce(store: dist.Store, rank: int, size: int) -> tuple[Peer, ...]:
+    """Who is behind each rank, once everybody has said which process it is."""
+    store.set(f"peer/{rank}", Peer.me(rank).format())
+    return tuple(Peer.parse(store.get(f"peer/{other}").decode()) for other in range(size))
+
+
+def _in_default_group(device: torch.device, peers: Peers, launch: Launch | None) -> Arrival:
+    """This worker's place in torch's default group."""
     group = dist.group.WORLD
     assert group is not None
     rank, size = dist.get_rank(), dist.get_world_size()
-    me = Peer.me(rank)
-    store.set(f"peer/{rank}", me.format())
-    peers = tuple(Peer.parse(store.get(f"peer/{other}").decode()) for other in range(size))
-    on_host = [peer.rank for peer in peers if peer.host == me.host]
+    on_host = [peer.rank for peer in peers.all if peer.host == peers.me.host]
     local_rank, local_size = (launch.local_rank, launch.local_size) if launch else (None, None)
     return Arrival(
         rank,
@@ -116,7 +122,7 @@ def _in_default_group(device: torch.device, store: dist.Store, timeout: timedelt
         len(on_host) if local_size is None else local_size,
         device,
         _plain(str(dist.get_backend_config(group) if device.type == "cuda" else dist.get_backend(group))),
-        Peers(me, peers, store, timeout),
+        peers,
         group,
         backends.host_group(group),
         owns_group=launch is not None,

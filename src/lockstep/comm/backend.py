@@ -6,13 +6,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import shm
 from lockstep.environment import LOOPBACK, Launch
 from lockstep.errors import LaunchError
 
 
-def choose(device: torch.device) -> str:
+def choose(device: torch.device, *, on_one_host: bool) -> str:
     """The backend for tensors on `device`, in torch.distributed's words; host memory always has one too."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    return "shm" if on_one_host and shm.is_supported() else "gloo"
 
 
 def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
@@ -64,7 +67,8 @@ def await_workers(store: dist.Store, launch: Launch, timeout: timedelta) -> None
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same workers that carries host memory: `group` itself where it can."""
-    if "gloo" in dist.get_backend_config(group):
+    config = dist.get_backend_config(group)
+    if "gloo" in config or "shm" in config:
         return group
     return new_group(group, "gloo")
 
@@ -87,8 +91,3 @@ def new_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     )
     assert isinstance(opened, dist.ProcessGroup)
     return opened
-
-
-def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed flat tensor, aligned to 64 bytes, that the backend can send as it is."""
-    return torch.zeros(numel, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from lockstep.errors import WorkerLost
+from lockstep.errors import UsageError, WorkerLost
 
 SLICE = timedelta(seconds=1)
 GRACE = timedelta(seconds=4)
@@ -51,7 +51,7 @@ class Peer:
 
     rank: int
     host: str
-    """Name of the host and of its process-id namespace: equal means that process ids can be compared."""
+    """Name of the host and of its namespaces: equal means that process ids can be compared and memory be shared."""
     pid: int
     started: int
     """Start time in clock ticks, so that a reused process id is not taken for the worker."""
@@ -59,11 +59,8 @@ class Peer:
     @classmethod
     def me(cls, rank: int) -> "Peer":
         """This process."""
-        try:
-            namespace = Path("/proc/self/ns/pid").stat().st_ino
-        except OSError:
-            namespace = 0
-        return cls(rank, f"{socket.gethostname()}/{namespace}", os.getpid(), _start_time(os.getpid()) or 0)
+        host = f"{socket.gethostname()}/{_namespace('pid')}/{_namespace('net')}"
+        return cls(rank, host, os.getpid(), _start_time(os.getpid()) or 0)
 
     @classmethod
     def parse(cls, text: str) -> "Peer":
@@ -81,6 +78,14 @@ class Peer:
 
     def __str__(self) -> str:
         return f"worker {self.rank} (pid {self.pid} on {self.host.partition('/')[0]})"
+
+
+def _namespace(kind: str) -> int:
+    """Which namespace of this kind the process is in: two network namespaces are two hosts to everybody in them."""
+    try:
+        return Path(f"/proc/self/ns/{kind}").stat().st_ino
+    except OSError:
+        return 0
 
 
 def _start_time(pid: int) -> int | None:
@@ -144,10 +149,14 @@ class Peers:
         try:
             work.wait()  # It had ended just after the slice did: the result, or the true error.
         except RuntimeError as failure:
+            if isinstance(failure, UsageError):
+                raise
             raise self._explain(doing, failure) from error
 
     def _explain(self, doing: str, failure: RuntimeError) -> WorkerLost:
         """A connection broke. Look for the dead for a while, then ask who is there."""
+        if isinstance(failure, WorkerLost) and failure.ranks:  # A backend that knows by itself.
+            return self._lost(doing, tuple(p for p in self.all if p.rank in failure.ranks), "is gone")
         give_up = time.monotonic() + GRACE.total_seconds()
         while time.monotonic() < give_up:
             dead = tuple(p for p in self._local if p.is_dead())

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.backend import allocate
 from lockstep.replica.layout import BucketPlan
 
 Factor = float | Tensor
@@ -26,12 +25,12 @@ Launch = Callable[["Bucket"], Any]
 class Bucket:
     """One flat buffer: its views have the shapes and strides of their parameters."""
 
-    def __init__(self, place: int, plan: BucketPlan, params: Sequence[Tensor]) -> None:
+    def __init__(self, place: int, plan: BucketPlan, params: Sequence[Tensor], flat: Tensor) -> None:
         self.place = place
         """Number in the launch order."""
         self.plan = plan
         self.params = [params[slot.index] for slot in plan.slots]
-        self.flat = allocate(plan.numel, plan.dtype, plan.device)
+        self.flat = flat
         self.flat_grads = self.flat[: plan.tail_offset]
         self.tail = self.flat[plan.tail_offset :]
         self.views = [_view(self.flat, slot.offset, slot.numel, param) for slot, param in self._pairs()]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from lockstep.comm.memory import Memory, OrdinaryMemory, Request
 from lockstep.replica import layout
 from lockstep.replica.bucket import Bucket
 
@@ -15,8 +16,11 @@ from lockstep.replica.bucket import Bucket
 class Buckets:
     """The flat buffers of one replica. Made anew by `renew` when the order has changed."""
 
-    def __init__(self, params: Sequence[Tensor], order: Sequence[int], *, cap_bytes: int, tail_numel: int) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], order: Sequence[int], memory: Memory, *, cap_bytes: int, tail_numel: int
+    ) -> None:
         self._params = params
+        self._memory = memory
         self._order = list(order)
         self._deferred: set[int] = set()
         self._cap_bytes = cap_bytes
@@ -43,9 +47,11 @@ class Buckets:
             first_cap_bytes=min(layout.FIRST_BUCKET_BYTES, self._cap_bytes),
         )
         self.all.clear()  # Frees the old ones before the new ones are made, where no gradient holds them.
+        self._save_grads()
         self.places = [None] * len(self._params)
-        for place, plan in enumerate(plans):
-            bucket = Bucket(place, plan, self._params)
+        flats = self._memory.lay_out([_request(plan) for plan in plans])
+        for place, (plan, flat) in enumerate(zip(plans, flats, strict=True)):
+            bucket = Bucket(place, plan, self._params, flat)
             self.all.append(bucket)
             for number, slot in enumerate(plan.slots):
                 self.places[slot.index] = (bucket, number)
@@ -53,6 +59,12 @@ class Buckets:
         if with_grads:
             with_grads[-1].is_last_with_grads = True
         self.is_due = False
+
+    def _save_grads(self) -> None:
+        """Move gradients that are still wanted out of memory that is about to be laid out anew."""
+        for param in self._params:
+            if param.grad is not None and self._memory.holds(param.grad):
+                param.grad = param.grad.clone()
 
     def is_deferred(self, index: int) -> bool:
         """Whether the parameter's gradient comes in portions, so that it can only be sent at the end of a pass."""
@@ -80,7 +92,8 @@ class Buckets:
     def temporary(self, indices: Sequence[int]) -> list[Bucket]:
         """Buckets for these parameters alone, for one use."""
         plans = layout.plan(self._specs(indices), tail_numel=0, tail_alone=True)[:-1]
-        return [Bucket(place, plan, self._params) for place, plan in enumerate(plans)]
+        flats = OrdinaryMemory().lay_out([_request(plan) for plan in plans])
+        return [Bucket(p, plan, self._params, flat) for p, (plan, flat) in enumerate(zip(plans, flats, strict=True))]
 
     def _specs(self, order: Sequence[int]) -> list[layout.ParamSpec]:
         specs = []
@@ -89,3 +102,7 @@ class Buckets:
             numel = param.numel() * (2 if param.is_complex() else 1)
             specs.append(layout.ParamSpec(index, numel, param.dtype.to_real(), param.device))
         return specs
+
+
+def _request(plan: layout.BucketPlan) -> Request:
+    return Request(plan.numel, plan.dtype, plan.device)

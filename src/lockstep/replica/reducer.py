@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.backend import reduction_group
+from lockstep.comm.memory import memory_of
 from lockstep.errors import StepVoid, UsageError
 from lockstep.events import Kind
 from lockstep.replica import sparse
@@ -61,7 +62,8 @@ class Reducer:
         self._params = params
         self._sparse = sparse_params
         self._buffers = buffers
-        self.group = reduction_group(world.group, params[0].device if params else world.device)
+        device = params[0].device if params else world.device
+        self.group = reduction_group(world.group, device)
         self.weighing = Weighing(world.size)
         self.is_joining = False
         """Whether workers may run out of batches at different steps."""
@@ -77,6 +79,7 @@ class Reducer:
         self._buckets = Buckets(
             params,
             [index for index in reversed(trained) if index not in sparse_params],
+            memory_of(self.group, device),
             cap_bytes=bucket_cap_bytes,
             tail_numel=tail_numel(len(params), len(buffers)),
         )

@@ -5,36 +5,36 @@
 staged through a window of fixed size.
 """
 
-from typing import Any
+import platform
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.shm.group import NAME, ShmGroup
+from lockstep.comm.futex import SYSCALL_NUMBERS
+from lockstep.comm.registration import register
+from lockstep.comm.shm.group import ShmGroup
 from lockstep.errors import UsageError
 
+__all__ = ["allocate", "is_supported", "register", "release"]
 
-def register() -> None:
-    """Make `shm` known to torch.distributed; calling it again does nothing."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+def is_supported() -> bool:
+    """Whether workers of this host can share memory."""
+    return platform.system() == "Linux" and platform.machine() in SYSCALL_NUMBERS
 
 
 def allocate(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Tensor:
     """A zeroed flat tensor in shared memory, which `group` reduces where it lies; every worker of the group calls this.
 
-    The memory is given back when the group and all tensors over it are gone.
+    The memory is given back when all tensors over it and the group are gone, or after `release`.
     """
     if not isinstance(group, ShmGroup):
         raise UsageError(f"shm.allocate needs a group of backend shm, not {type(group).__name__}.")
     return group.allocate(numel, dtype)
 
 
-def _create(options: Any, _: object) -> "ShmGroup":
-    """What torch calls to make a group."""
-    rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    ranks = list(options.global_ranks_in_group) or list(range(size))
-    deadline = timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout
-    generation = options.store.add(f"joins/{rank}", 1)  # A store that outlives a group must not show the old one.
-    return ShmGroup(dist.PrefixStore(f"shm/{generation}", options.store), rank, size, ranks, deadline)
+def release(group: dist.ProcessGroup, tensor: Tensor) -> None:
+    """Let go of memory from `allocate` before the group ends; it is freed when no tensor over it is left."""
+    if isinstance(group, ShmGroup):
+        group.release(tensor)

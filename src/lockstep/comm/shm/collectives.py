@@ -17,7 +17,7 @@ All tensors here are flat and contiguous.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ Block = tuple[list[Tensor], Tensor]
 class Collectives:
     """The collectives of one group. One thread at a time; all workers in the same order."""
 
-    def __init__(self, board: Board, window: Window, segments: list[Segment]) -> None:
+    def __init__(self, board: Board, window: Window, segments: Mapping[int, Segment]) -> None:
         self._board, self._window, self._segments = board, window, segments
         self._rank, self._size = board.rank, board.size
         self._at_once_bytes = AT_ONCE_BYTES if self._size <= FEW else AT_ONCE_BYTES // self._size
@@ -58,11 +58,15 @@ class Collectives:
         if not self._segments:
             return UNSHARED
         address, num_bytes = flat.data_ptr(), flat.numel() * flat.itemsize
-        for number, segment in enumerate(self._segments):
+        for number, segment in self._segments.items():
             offset = segment.offset_of(address, num_bytes, self._rank)
             if offset is not None:
                 return (number, offset) if offset % flat.itemsize == 0 else UNSHARED
         return UNSHARED
+
+    def forget_plans(self) -> None:
+        """Let go of the memory that plans refer to."""
+        self._plans.clear()
 
     def _at(self, rank: int, location: Location, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """Elements `begin` to `end` of what `rank` has at `location`."""
@@ -137,10 +141,10 @@ class Collectives:
 
     def _leave_for_owners(self, chunk: Tensor) -> None:
         """Leave what others reduce of `chunk` in the window; the own part stays where it is."""
-        own = self._window.slots(self._board.half, 0, chunk.numel(), chunk.dtype)[self._rank]
-        begin, end = cut(chunk.numel(), self._size, self._rank, chunk.itemsize)
-        for part in (slice(0, begin), slice(end, None)):
-            own[part].copy_(chunk[part])
+        half = self._board.half
+        for rank, (begin, end) in enumerate(self._cuts(chunk.numel(), chunk.itemsize)):
+            if rank != self._rank and end > begin:
+                self._slot(half, begin, end, chunk.dtype, self._rank).copy_(chunk[begin:end])
 
     def _reduce_staged(self, chunks: Sequence[Tensor], reduce: Reduction, call: bytes, spin: bool) -> None:
         """Two meetings a chunk: everybody reduces its part of it, then everybody gathers the parts.
@@ -151,21 +155,26 @@ class Collectives:
             if number:
                 self._leave_for_owners(chunk)
                 self._board.meet(call, spin=spin)
-            bounds = [cut(chunk.numel(), self._size, rank, chunk.itemsize) for rank in range(self._size)]
-            begin, end = bounds[self._rank]
-            left = self._window.slots(1 - self._board.half, 0, chunk.numel(), chunk.dtype)
-            read = self._board.half
+            cuts = self._cuts(chunk.numel(), chunk.itemsize)
+            begin, end = cuts[self._rank]
+            half = self._board.half
             if end > begin:
-                own = chunk[begin:end]
-                sources = [own if rank == self._rank else slot[begin:end] for rank, slot in enumerate(left)]
-                result = self._window.slots(read, begin * chunk.itemsize, end - begin, chunk.dtype)[self._rank]
+                own, result = chunk[begin:end], self._slot(half, begin, end, chunk.dtype, self._rank)
+                sources = [self._slot(1 - half, begin, end, chunk.dtype, rank) for rank in range(self._size)]
+                sources[self._rank] = own
                 reduce(sources, result)
                 own.copy_(result)
             self._board.meet(call, spin=spin)
-            for rank, (begin, end) in enumerate(bounds):
+            for rank, (begin, end) in enumerate(cuts):
                 if rank != self._rank and end > begin:
-                    reduced = self._window.slots(read, begin * chunk.itemsize, end - begin, chunk.dtype)
-                    chunk[begin:end].copy_(reduced[rank])
+                    chunk[begin:end].copy_(self._slot(half, begin, end, chunk.dtype, rank))
+
+    def _slot(self, half: int, begin: int, end: int, dtype: torch.dtype, rank: int) -> Tensor:
+        """Elements `begin` to `end` of what `rank` leaves in the window."""
+        return self._window.slots(half, begin * dtype.itemsize, end - begin, dtype)[rank]
+
+    def _cuts(self, numel: int, itemsize: int) -> list[tuple[int, int]]:
+        return [cut(numel, self._size, rank, itemsize) for rank in range(self._size)]
 
     def reduce(self, flat: Tensor, root: int, reduce: Reduction, *, spin: bool) -> None:
         """Replace `flat` on `root` by the reduction of all; elsewhere it stays as it is."""

@@ -48,7 +48,8 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         self._rank, self._size, self._store = rank, size, store
         self._group_name = self._group_desc = ""
         self._peers = meet(store, rank, size, ranks, timeout)
-        self._segments: list[Segment] = []
+        self._segments: dict[int, Segment] = {}
+        self._num_allocated = 0
         watch = watch_peers(self._peers, rank, timeout)
         rings_at = PAGE_BYTES + 2 * HALF_BYTES
         slice_bytes = rings_at + size * RING_BYTES
@@ -66,19 +67,24 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See the function of this name."""
-        number = len(self._segments)
+        number = self._num_allocated
+        self._num_allocated += 1
         watch = watch_peers(self._peers, self._rank, self._board.timeout, self._board)
         num_bytes = max(numel, 1) * dtype.itemsize
 
         def open_next(_: bool) -> None:
-            self._segments.append(
-                open_segment(
-                    f"segment/{number}", num_bytes, store=self._store, rank=self._rank, size=self._size, watch=watch
-                )
+            self._segments[number] = open_segment(
+                f"segment/{number}", num_bytes, store=self._store, rank=self._rank, size=self._size, watch=watch
             )
 
         self._queue.run("allocate", open_next, [])
         return self._segments[number].slice(self._rank)[: numel * dtype.itemsize].view(dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Give back the memory that `allocate` gave for `tensor`, once no tensor over it is left."""
+        number, _ = self._collectives.locate(tensor)
+        self._collectives.forget_plans()
+        self._segments.pop(number, None)
 
     # What torch asks a group
 

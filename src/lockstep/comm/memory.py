@@ -1,0 +1,91 @@
+"""Where the flat buffers of a group lie: in memory that its backend can reduce as it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.shm.group import ShmGroup
+
+LINE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One flat buffer."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes, padded so that the next one is aligned."""
+        return -(-self.numel * self.dtype.itemsize // LINE_BYTES) * LINE_BYTES
+
+
+class Memory(Protocol):
+    """Gives a group its flat buffers."""
+
+    def lay_out(self, requests: Sequence[Request]) -> list[Tensor]:
+        """Zeroed flat tensors, aligned to 64 bytes; those given before must not be used any more.
+
+        Every worker of the group calls this with the same requests.
+        """
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the next `lay_out` may overwrite `tensor`."""
+
+
+class OrdinaryMemory:
+    """For backends that take any memory."""
+
+    def lay_out(self, requests: Sequence[Request]) -> list[Tensor]:
+        """See Memory."""
+        return [torch.zeros(each.numel, dtype=each.dtype, device=each.device) for each in requests]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Never: every buffer is its own, and lives as long as a tensor over it."""
+        return False
+
+
+class SharedMemory:
+    """One stretch of shared memory, laid out anew each time, so that a new layout costs no new memory."""
+
+    def __init__(self, group: ShmGroup) -> None:
+        self._group = group
+        self._arena: Tensor | None = None
+
+    def lay_out(self, requests: Sequence[Request]) -> list[Tensor]:
+        """See Memory."""
+        arena = self._of_at_least(sum(each.num_bytes for each in requests))
+        arena.zero_()
+        flats, begin = [], 0
+        for each in requests:
+            flats.append(arena[begin : begin + each.numel * each.dtype.itemsize].view(each.dtype))
+            begin += each.num_bytes
+        return flats
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the stretch that is laid out."""
+        if self._arena is None or tensor.layout is not torch.strided:
+            return False
+        return 0 <= tensor.data_ptr() - self._arena.data_ptr() < self._arena.numel()
+
+    def _of_at_least(self, num_bytes: int) -> Tensor:
+        if self._arena is None or self._arena.numel() < num_bytes:
+            if self._arena is not None:
+                self._group.release(self._arena)
+                self._arena = None
+            self._arena = self._group.allocate(num_bytes, torch.uint8)
+        return self._arena
+
+
+def memory_of(group: dist.ProcessGroup, device: torch.device) -> Memory:
+    """What gives `group` its flat buffers on `device`."""
+    if isinstance(group, ShmGroup) and device.type == "cpu":
+        return SharedMemory(group)
+    return OrdinaryMemory()
