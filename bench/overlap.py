@@ -4,7 +4,8 @@
 
 Two workers, one core each, sit in two network namespaces joined by a virtual cable (link.py). The backward pass is
 timed without communication; then the cable's rate is set, and corrected by trial, so that an all-reduce of all
-gradients alone takes as long as that. On this link four things are timed, interleaved in one run (interleave.py):
+gradients alone takes as long as that. On this link four things are timed, interleaved in one run (see
+lockstep.bench.interleave):
 
     limit          a step of the bare module, no communication
     communication  the all-reduces of a step alone, in lockstep's buckets, nothing computed
@@ -27,18 +28,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import interleave
 import link
-import machine
 import numpy as np
 import torch
 import torch.distributed as dist
 import variants
-from interleave import Estimate, Times
 from models import SIZES
 from variants import Batch, Setup, Variant
 
 import lockstep
+from lockstep.bench import interleave, machine
+from lockstep.bench.interleave import Estimate, Times
 from lockstep.events import Event, Kind
 
 WORKERS = 2

@@ -5,8 +5,8 @@
 
 Every variant has its own model and fused AdamW and takes the same batches. A step is forward, backward,
 optimizer.step and zero_grad. The variants are interleaved step by step in one run, and the time of a step is the
-largest over the workers (see interleave.py). Printed: median and 10-90 % spread of each variant, and the median of
-the per-round ratios to the first variant and to DDP with 95 % bootstrap intervals.
+largest over the workers (see lockstep.bench.interleave). Printed: median and 10-90 % spread of each variant, and the
+median of the per-round ratios to the first variant and to DDP with 95 % bootstrap intervals.
 
 Several workers on one GPU: NCCL refuses that unless they say to be different hosts, so they do, and then talk over
 loopback sockets. Read such a run as a comparison of the variants, not as a speed of NCCL.
@@ -21,15 +21,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import interleave
-import machine
 import torch
 import variants
-from interleave import Estimate, Times
 from models import SIZES
 from variants import Setup, Variant
 
 import lockstep
+from lockstep.bench import interleave, machine
+from lockstep.bench.interleave import Estimate, Times
 
 
 def main() -> None:

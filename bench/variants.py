@@ -4,13 +4,17 @@ limit, plain   the bare module, each worker for itself: no communication at all
 ddp            torch's DistributedDataParallel, with its gradients as views of its buckets
 lockstep       lockstep.DataParallel
 fsdp2          torch's fully_shard, one unit per block
+
+ddp and lockstep take a cap of their buckets in MB, as ddp@4, and a backend, as ddp/gloo: else the world's own.
 """
 
 import argparse
+import re
 from dataclasses import dataclass
 
 import models
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -80,20 +84,21 @@ def batches(setup: Setup, world: lockstep.World, count: int = 4) -> list[Batch]:
 
 def checked(name: str) -> str:
     """`name`, if there is such a variant; a type for argparse."""
-    kind, _, size = name.partition("@")
-    if kind not in KINDS or ("@" in name and (kind not in BUCKETED or not size.replace(".", "", 1).isdigit())):
-        known = ", ".join([*KINDS, *(f"{kind}@MB" for kind in BUCKETED)])
+    if re.fullmatch(rf"({'|'.join(KINDS)})|({'|'.join(BUCKETED)})(@\d+(\.\d+)?)?(/(gloo|shm))?", name) is None:
+        known = ", ".join([*KINDS, *(f"{kind}@MB/BACKEND" for kind in BUCKETED)])
         raise argparse.ArgumentTypeError(f"there is no variant {name!r}; there are {known}.")
     return name
 
 
 def _wrap(name: str, module: models.GPT, world: lockstep.World) -> nn.Module:
-    kind, _, size = name.partition("@")
+    kind, _, backend = name.partition("/")
+    kind, _, size = kind.partition("@")
     cap_mb = float(size) if size else None
+    group = dist.new_group(backend=backend) if backend else None
     if kind == "ddp":
-        return DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
+        return DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb, process_group=group)
     if kind == "lockstep":
-        return lockstep.DataParallel(module, bucket_cap_mb=cap_mb)
+        return lockstep.DataParallel(module, bucket_cap_mb=cap_mb, process_group=group)
     if kind == "fsdp2":
         return _fsdp2(module, world)
     return module

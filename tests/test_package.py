@@ -19,7 +19,7 @@ ORDER = [
     {"replica"},
     {"train"},
     {"start"},
-    {"demo"},
+    {"demo", "bench"},
     {"cli", "__main__"},
 ]
 """Rooms from the ground up: imports point to the same room or to an earlier one."""

@@ -6,7 +6,8 @@
     │   └── ModelMismatch   the workers hold different models
     ├── WorkerLost          a peer died, left or does not answer
     ├── StepVoid            a peer's backward pass failed: this step's gradients are void everywhere
-    └── WorkerFailed        a started worker failed in a way that cannot be raised as itself
+    ├── WorkerFailed        a started worker failed in a way that cannot be raised as itself
+    └── CheckpointError     a checkpoint could not be written, or what is there cannot be read
 
 Each class has an entry in docs/troubleshooting.md. Messages say what was found, why it matters and what to do.
 """
@@ -43,3 +44,7 @@ class StepVoid(LockstepError):
 
 class WorkerFailed(LockstepError):
     """A worker started by `launch` failed and its exception could not be brought over as itself."""
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint could not be written, the same on every worker, or a file of one is missing or damaged."""

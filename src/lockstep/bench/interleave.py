@@ -89,7 +89,8 @@ def compare(times: Times, quantity: Callable[..., np.ndarray], *names: str, resa
 
 def ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     """What to give `compare` for the ratio of two actions."""
-    return np.divide(numerator, denominator)
+    quotient: np.ndarray = numerator / denominator
+    return quotient
 
 
 def spread(times: Sequence[float] | np.ndarray) -> tuple[float, float, float]:

@@ -1,0 +1,158 @@
+"""`lockstep bench comm`: naive and ring all-reduce against the backend's own, on workers of this host.
+
+For every size, all backends and algorithms take turns in one run (see interleave.py), on ordinary float32 tensors.
+Small ones are repeated within a turn, so that it is long enough to be timed. Traffic is what `comm.ring` counted in
+one call before that, in which the sum is checked too.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lockstep
+from lockstep.bench import interleave, machine
+from lockstep.bench.interleave import Estimate, Measured
+from lockstep.bench.request import BACKENDS, ITEM_BYTES, Request
+from lockstep.comm import shm
+from lockstep.comm.backend import new_group
+from lockstep.comm.ring import Traffic, naive_all_reduce, ring_all_reduce
+
+OWN = "own"
+"""The name of what the backend does by itself."""
+TURN_BYTES = 4 << 20
+"""Small tensors are reduced again and again until a turn has reduced this much,"""
+MOST_REPEATS = 50
+"""or as often as this."""
+WARMUP = 2
+
+Algorithm = Callable[[Tensor, dist.ProcessGroup], Traffic | None]
+"""Sums a tensor over a group in place; returns what this worker sent, if that is known."""
+Variant = tuple[str, str]
+"""Backend and algorithm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was found for one size, backend and algorithm."""
+
+    num_bytes: int
+    """Bytes of the tensor."""
+    backend: str
+    algorithm: str
+    """naive, ring, or own: the backend's all_reduce."""
+    seconds: float
+    """Median time of one all-reduce, until the last worker had the sum."""
+    sent: Traffic | None
+    """What a worker sent, as counted (the most, where they differ by the rest of a division); None if not known."""
+    bus_bandwidth: float
+    """2(N-1)/N * num_bytes / seconds, in GB/s: what each worker's link carries if as little is sent as possible."""
+    ratio: Estimate
+    """Its time in units of the backend's own, compared within rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Everything that was measured."""
+
+    machine: dict[str, str | int]
+    """What it ran on."""
+    rounds: dict[int, str]
+    """By size: how many rounds count, and how busy the machine was with other things."""
+    rows: tuple[Row, ...]
+
+    def as_json(self) -> str:
+        """The same as text, for programs."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+
+def run(request: Request) -> Results:
+    """Start the workers and have them measure. Called on no worker."""
+    return lockstep.launch(measure, request.workers, args=(request,))[0]
+
+
+def measure(request: Request) -> Results:
+    """What one worker does: every size in turn. Called on every worker."""
+    world = lockstep.join(device="cpu", backend="gloo")
+    groups = _groups(world, request.backends or usable_backends())
+    rounds, rows = {}, []
+    for num_bytes in request.sizes:
+        sent = {
+            variant: _counted(world, algorithm, num_bytes, group) for variant, algorithm, group in _variants(groups)
+        }
+        repeats = max(1, min(MOST_REPEATS, TURN_BYTES // num_bytes))
+        tensor = torch.zeros(num_bytes // ITEM_BYTES)  # Stays zero, however often it is summed.
+        actions = {
+            _key(variant): _repeated(algorithm, tensor, group, repeats)
+            for variant, algorithm, group in _variants(groups)
+        }
+        measured = interleave.measure(world, actions, rounds=request.rounds, warmup=WARMUP)
+        rounds[num_bytes] = str(measured)
+        rows += [_row(world.size, num_bytes, variant, sent[variant], measured, repeats) for variant in sent]
+    facts = {**machine.describe(world), "backend": ", ".join(groups)}
+    return Results(facts, rounds, tuple(rows))
+
+
+def usable_backends() -> tuple[str, ...]:
+    """The backends that work on this host."""
+    return tuple(name for name in BACKENDS if name != "shm" or shm.is_supported())
+
+
+def bus_bandwidth(workers: int, num_bytes: int, seconds: float) -> float:
+    """2(N-1)/N * M / t, in GB/s: by messages, workers cannot send less on average."""
+    return 2 * (workers - 1) / workers * num_bytes / seconds / 1e9
+
+
+def _own(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(tensor, group=group)
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {"naive": naive_all_reduce, "ring": ring_all_reduce, OWN: _own}
+
+
+def _groups(world: lockstep.World, backends: tuple[str, ...]) -> dict[str, dist.ProcessGroup]:
+    """For each backend a group of its own: the world's is for the barriers in between."""
+    assert world.group is not None
+    shm.register()
+    return {name: new_group(world.group, name) for name in backends}
+
+
+def _variants(groups: Mapping[str, dist.ProcessGroup]) -> list[tuple[Variant, Algorithm, dist.ProcessGroup]]:
+    return [
+        ((backend, name), algorithm, group)
+        for backend, group in groups.items()
+        for name, algorithm in ALGORITHMS.items()
+    ]
+
+
+def _counted(world: lockstep.World, algorithm: Algorithm, num_bytes: int, group: dist.ProcessGroup) -> Traffic | None:
+    """What a worker sends in one all-reduce: the most of all workers. Sees to it that the sum is right."""
+    tensor = torch.ones(num_bytes // ITEM_BYTES)
+    sent = algorithm(tensor, group)
+    assert tensor.eq(world.size).all(), f"worker {world.rank}: a wrong sum"
+    return None if sent is None else max(world.gather(sent), key=lambda traffic: traffic.num_bytes)
+
+
+def _repeated(algorithm: Algorithm, tensor: Tensor, group: dist.ProcessGroup, repeats: int) -> interleave.Action:
+    def act(_number: int) -> None:
+        for _ in range(repeats):
+            algorithm(tensor, group)
+
+    return act
+
+
+def _row(workers: int, num_bytes: int, variant: Variant, sent: Traffic | None, measured: Measured, repeats: int) -> Row:
+    backend, algorithm = variant
+    _, median, _ = interleave.spread(measured.times[_key(variant)])
+    seconds = median / repeats
+    ratio = interleave.compare(measured.times, interleave.ratio, _key(variant), _key((backend, OWN)))
+    bandwidth = bus_bandwidth(workers, num_bytes, seconds)
+    return Row(num_bytes, backend, algorithm, seconds, sent, bandwidth, ratio)
+
+
+def _key(variant: Variant) -> str:
+    return " ".join(variant)
