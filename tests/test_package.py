@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from lockstep.errors import CheckpointError
 
 SOURCE = Path(lockstep.__file__).parent
 
@@ -18,6 +19,7 @@ ORDER = [
     {"data"},
     {"replica"},
     {"train"},
+    {"keep"},
     {"start"},
     {"demo", "bench"},
     {"cli", "__main__"},
@@ -76,7 +78,7 @@ def test_import_opens_nothing():
 
 
 @pytest.mark.parametrize(
-    "error", [lockstep.LaunchError, lockstep.UsageError, lockstep.ModelMismatch, lockstep.WorkerLost]
+    "error", [lockstep.LaunchError, lockstep.UsageError, lockstep.ModelMismatch, lockstep.WorkerLost, CheckpointError]
 )
 def test_errors_are_one_tree_and_documented(error):
     assert issubclass(error, lockstep.LockstepError)

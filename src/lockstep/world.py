@@ -156,7 +156,8 @@ class World:
     def within(self, group: dist.ProcessGroup) -> "World":
         """This worker's place in `group`, one of several groups that this world is cut into."""
         ranks = dist.get_process_group_ranks(group)
-        if ranks == list(range(self.size)) and self.group is not None:
+        is_all = self.group is not None and ranks == list(range(self.size))
+        if is_all and dist.get_backend(group) == dist.get_backend(self.group):
             return self
         members = tuple(self.peers.all[rank] for rank in ranks)
         inner = World(
@@ -253,8 +254,8 @@ def join(
     seed: makes initial weights the same on every worker, and dropout, augmentation and loader processes different
         but reproducible. Without it, worker 0's torch seed counts, and no generator is touched here.
     device: defaults to this worker's GPU, or the CPU where there is none.
-    backend: torch.distributed's name of one; defaults to nccl on GPUs and gloo on CPUs. `shm`, for CPU workers of one
-        host, is there to be tried: see docs/shared_memory.md.
+    backend: torch.distributed's name of one; defaults to nccl on GPUs, shm for CPU workers of one host (see
+        docs/shared_memory.md), and gloo elsewhere.
     timeout: the deadline of every wait, in seconds or as a timedelta; 10 minutes if not given.
 
     Knows torchrun, `lockstep run`, Slurm and Open MPI. Where torch.distributed is initialised already, its default

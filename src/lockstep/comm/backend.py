@@ -2,6 +2,7 @@
 
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,18 @@ def reduction_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proc
     keep the order in which operations were issued.
     """
     return group if device.type == "cuda" else new_group(group, dist.get_backend(group))
+
+
+def reduce_scatter(out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Start setting `out` to this worker's part of the sum of everybody's `whole`; returns what to wait for."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # The old name until 2.12.
+    return scatter(out, whole, group=group, async_op=True)
+
+
+def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Start setting `whole` to everybody's `own`, one behind the other; returns what to wait for."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, own, group=group, async_op=True)
 
 
 def new_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:

@@ -30,6 +30,9 @@ class Request:
 class Memory(Protocol):
     """Gives a group its flat buffers."""
 
+    num_turns: int
+    """After how many buffers the same memory comes again, the last buffer aside; 0 if each has its own."""
+
     def lay_out(self, requests: Sequence[Request]) -> list[Tensor]:
         """Zeroed flat tensors, aligned to 64 bytes; those given before must not be used any more.
 
@@ -43,6 +46,8 @@ class Memory(Protocol):
 class OrdinaryMemory:
     """For backends that take any memory."""
 
+    num_turns = 0
+
     def lay_out(self, requests: Sequence[Request]) -> list[Tensor]:
         """See Memory."""
         return [torch.zeros(each.numel, dtype=each.dtype, device=each.device) for each in requests]
@@ -54,6 +59,8 @@ class OrdinaryMemory:
 
 class SharedMemory:
     """One stretch of shared memory, laid out anew each time, so that a new layout costs no new memory."""
+
+    num_turns = 0
 
     def __init__(self, group: ShmGroup) -> None:
         self._group = group
@@ -82,6 +89,31 @@ class SharedMemory:
                 self._arena = None
             self._arena = self._group.allocate(num_bytes, torch.uint8)
         return self._arena
+
+
+class TurnsMemory:
+    """A few stretches of memory that many buffers use in turn; the last buffer has its own."""
+
+    num_turns = 2
+    """One buffer is filled while the one before it travels."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def lay_out(self, requests: Sequence[Request]) -> list[Tensor]:
+        """See Memory; all buffers must be on one device."""
+        *turns, last = requests
+        num_bytes = [max((r.num_bytes for r in turns[turn :: self.num_turns]), default=0) for turn in range(2)]
+        stretches = [Request(length, torch.uint8, last.device) for length in num_bytes]
+        *laid_out, own = self._memory.lay_out([*stretches, last])
+        flats = []
+        for number, each in enumerate(turns):
+            flats.append(laid_out[number % self.num_turns][: each.numel * each.dtype.itemsize].view(each.dtype))
+        return [*flats, own]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """See Memory."""
+        return self._memory.holds(tensor)
 
 
 def memory_of(group: dist.ProcessGroup, device: torch.device) -> Memory:

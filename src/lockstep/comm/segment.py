@@ -35,7 +35,7 @@ Watch = Callable[[str], None]
 
 
 class Segment:
-    """Memory of `size` equal slices that every worker of a group maps whole."""
+    """Memory of `size` equal slices, that every worker of a group maps whole."""
 
     def __init__(self, descriptor: int, slice_bytes: int, size: int) -> None:
         self.slice_bytes = slice_bytes
@@ -78,15 +78,19 @@ def open_segment(
     rank: int,
     size: int,
     watch: Watch,
+    slices: int | None = None,
 ) -> Segment:
-    """A new segment of `size` slices, the same on all workers; every worker of the group calls this with one `key`."""
+    """A new segment, the same on all `size` workers; every worker of the group calls this with one `key`.
+
+    It has one slice per worker, unless another number of `slices` is asked for.
+    """
     _require_linux()
-    slice_bytes = pages(slice_bytes)
-    descriptor = _create(slice_bytes * size) if rank == 0 else _receive(key, store, watch)
+    slice_bytes, slices = pages(slice_bytes), slices or size
+    descriptor = _create(slice_bytes * slices) if rank == 0 else _receive(key, store, watch)
     try:
         if rank == 0 and size > 1:
             _hand_over(descriptor, key, store, size, watch)
-        return Segment(descriptor, slice_bytes, size)
+        return Segment(descriptor, slice_bytes, slices)
     finally:
         os.close(descriptor)  # The mapping keeps the memory.
 

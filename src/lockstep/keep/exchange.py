@@ -48,9 +48,6 @@ class Workers(Protocol):
     def gather(self, obj: Any) -> list[Any]:
         """Every worker's `obj`, in order of rank, on every worker."""
 
-    def barrier(self) -> None:
-        """Return when every worker has called this."""
-
 
 class Exchange(Protocol):
     """The two verbs."""

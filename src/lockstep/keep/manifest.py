@@ -1,7 +1,7 @@
 """The table of contents of a checkpoint: `manifest.json`, written by worker 0 when all parts are on disk.
 
 It is made to be read by people and by other tools: which file has which elements of which tensor, and the tree. Its
-first line is the checksum of all lines after it.
+first field is the checksum of all lines after it.
 """
 
 import json
@@ -24,7 +24,7 @@ from lockstep.keep.part import Report
 NAME = "manifest.json"
 FORMAT = "lockstep checkpoint"
 VERSION = 1
-FIRST_LINE = re.compile(rb'\{\n  "crc32": "([0-9a-f]{8})",\n')
+FIRST_FIELD = re.compile(rb'\{\n  "crc32": "([0-9a-f]{8})",\n')
 FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 """Plain names only: a manifest from elsewhere must not make us read other folders."""
 
@@ -114,16 +114,16 @@ def check_cover(name: str, entry: TensorEntry) -> None:
 
 
 def read(folder: Path, *, verify: bool = True) -> Manifest:
-    """The manifest of the checkpoint in `folder`. Raises CheckpointError if it is missing, damaged or a foreign file."""
+    """The manifest of the checkpoint in `folder`. Raises CheckpointError if it is missing, damaged or foreign."""
     path = folder / NAME
     try:
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. {folder} is no whole checkpoint.") from error
-    first = FIRST_LINE.match(content)
+    first = FIRST_FIELD.match(content)
     if verify and first is not None and zlib.crc32(content[first.end() :]) != int(first[1], 16):
         raise CheckpointError(
-            f"{path} is damaged: its text does not have the checksum in its first line. If it was edited on purpose, "
+            f"{path} is damaged: its text does not have the checksum in its first field. If it was edited on purpose, "
             "open it with verify=False."
         )
     try:

@@ -87,7 +87,7 @@ def agree(
             held.close()
         raise
     assert prepared is not None
-    return Plan(root, workplace, step, plain, keep_last, world.rank, world.size, held), prepared
+    return Plan(workplace.parent, workplace, step, plain, keep_last, world.rank, world.size, held), prepared
 
 
 def _check(step: int, keep_last: int | None) -> None:

@@ -2,10 +2,10 @@
 
 Its phases, and what is left if a worker dies in one of them:
 
-    agree    all workers, training thread: the arguments are checked, worker 0 makes the folder `.saving-...`, and one
-             gather tells all of them its name, or what is wrong; another, that all see it. Nothing of an earlier checkpoint is touched until
-             `publish`, so dying in any phase before it leaves all of them, and a `.saving-...` that the next save
-             removes (its lock went with worker 0).
+    agree    all workers, training thread: the arguments are checked, worker 0 makes the folder `.saving-...`, one
+             gather tells all of them its name, or what is wrong, and another that all see it. Nothing of an earlier
+             checkpoint is touched until `publish`, so dying in any phase before it leaves all of them, and a
+             `.saving-...` that the next save removes (its lock went with worker 0).
     tidy     worker 0: what crashed saves left is removed, which may make the room that this one needs.
     part     each worker: its pieces, to its own file, synced to disk. If it cannot, it says so in its report.
     reports  each worker to worker 0. One that died gives none: by collectives `WorkerLost` ends the save, by letters
@@ -55,13 +55,13 @@ def write(
 
     step, tree, keep_last: the same on all of them. tree: nested dicts and lists of what JSON knows; see `keep.tree`.
     pieces: this worker's; together they hold every element of every tensor once. They are not copied.
-    folder: on storage that all workers share.
+    folder: on storage that all workers share; worker 0's counts.
     keep_last: checkpoints to keep, this one included; those of earlier steps are deleted when it stands. None: all.
 
     Raises the same error on every worker, and leaves nothing of this save, if any worker cannot do its part:
     CheckpointError for disks and files, UsageError for arguments. Training can go on after either.
     """
-    plan, _ = agree(Path(folder), step, tree, world, keep_last, lambda: part.rows(pieces))
+    plan, _ = agree(Path(folder).absolute(), step, tree, world, keep_last, lambda: part.rows(pieces))
     return _carry_out(plan, pieces, Collectives(world))
 
 
@@ -92,7 +92,7 @@ def write_async(
 
     memory.claim()
     try:
-        plan, copies = agree(Path(folder), step, tree, world, keep_last, prepare)
+        plan, copies = agree(Path(folder).absolute(), step, tree, world, keep_last, prepare)
     except BaseException:
         memory.release()
         raise
@@ -105,7 +105,7 @@ class Saving:
     def __init__(self, plan: Plan, copies: Sequence[Piece], memory: HostMemory, patience: timedelta) -> None:
         self.step = plan.step
         """The step whose state is being saved."""
-        self._result = _Result()
+        self._result = _Result(plan.step)
         letters = Letters(plan.workplace, plan.rank, plan.size, patience)
         # Not a daemon: a script that ends without waiting still gets its last checkpoint.
         self._thread = threading.Thread(
@@ -126,17 +126,20 @@ class Saving:
         assert self._result.path is not None
         return self._result.path
 
-    def __del__(self) -> None:
-        result = self._result
-        if result.error is not None and not result.was_asked:
-            warnings.warn(f"the checkpoint of step {self.step} was not written: {result.error}", stacklevel=1)
-
 
 @dataclass(slots=True)
 class _Result:
+    """How a save ended: shared by the Saving and its thread, so that whichever is the last to go can speak up."""
+
+    step: int
     path: Path | None = None
     error: BaseException | None = None
     was_asked: bool = False
+
+    def __del__(self) -> None:
+        if self.error is not None and not self.was_asked:
+            reason = f"{type(self.error).__name__}: {self.error}"
+            warnings.warn(f"the checkpoint of step {self.step} was not written. {reason}", stacklevel=1)
 
 
 def _carry_out(plan: Plan, pieces: Sequence[Piece], exchange: Exchange) -> Path:
@@ -145,22 +148,29 @@ def _carry_out(plan: Plan, pieces: Sequence[Piece], exchange: Exchange) -> Path:
         if plan.held:
             _tidy(plan)
         report = part.write(shelf.parts_of(plan.workplace), plan.rank, plan.size, plan.step, pieces)
-        failure = ""
-        try:
-            reports = exchange.reports(report)
-            if plan.held:
-                _commit(plan, reports)
-        except (CheckpointError, OSError) as error:
-            if not plan.held:
-                raise
-            failure = str(error)
-        failure = exchange.verdict(failure)
+        failure = exchange.verdict(_judge(plan, report, exchange))
+    except OSError as error:
+        raise CheckpointError(part.describe(error, plan.rank, plan.workplace)) from error
     finally:
         if plan.held:
             plan.held.close()
     if failure:
         raise CheckpointError(failure)
     return plan.root / shelf.name_of(plan.step)
+
+
+def _judge(plan: Plan, report: Report, exchange: Exchange) -> str:
+    """Report, and on worker 0 commit; what kept it from that, as text for all the others."""
+    if not plan.held:
+        exchange.reports(report)
+        return ""
+    try:
+        _commit(plan, exchange.reports(report))
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return part.describe(error, plan.rank, plan.workplace)
+    return ""
 
 
 def _tidy(plan: Plan) -> None:
@@ -204,3 +214,5 @@ def _run(result: _Result, plan: Plan, copies: Sequence[Piece], memory: HostMemor
         result.error = error
     finally:
         memory.release()
+        # The error's traceback holds this frame: without this, error and result would keep each other alive.
+        del result

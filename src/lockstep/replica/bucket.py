@@ -3,7 +3,6 @@
     put      a gradient arrived: scale it into its slot (the one copy from autograd), for good or on top
     launch   hand the buffer to the backend
     wait     until the sum over all workers is in the buffer
-    divide   by the total weight, where that was not known beforehand
     reset    for the next step
 
 A bucket does not know in which order buckets are launched: that is the reducer's.
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.replica.layout import BucketPlan
+from lockstep.replica.layout import BucketPlan, Slot
 
 Factor = float | Tensor
 Launch = Callable[["Bucket"], Any]
@@ -34,10 +33,11 @@ class Bucket:
         self.flat_grads = self.flat[: plan.tail_offset]
         self.tail = self.flat[plan.tail_offset :]
         self.views = [_view(self.flat, slot.offset, slot.numel, param) for slot, param in self._pairs()]
-        self.num_missing = len(plan.slots)
-        self.is_launched = False
+        self.previous: Bucket | None = None
+        """The bucket that uses the same memory before this one in every pass."""
         self.work: Any = None
-        self._filled = [False] * len(plan.slots)
+        self.is_launched = self.is_settled = False
+        self.reset()
 
     def _pairs(self) -> Any:
         return zip(self.plan.slots, self.params, strict=True)
@@ -46,6 +46,20 @@ class Bucket:
     def num_bytes(self) -> int:
         """Bytes in the message."""
         return self.flat.numel() * self.flat.element_size()
+
+    def put_later(self, slot: int) -> None:
+        """Note that a gradient has arrived while another bucket is still in this one's memory."""
+        if not self._filled[slot]:
+            self._filled[slot] = True
+            self.num_missing -= 1
+            self._waiting.append(slot)
+
+    def put_waiting(self, factor: Factor) -> None:
+        """Move what had to wait into its slots."""
+        for slot in self._waiting:
+            _scale_into(self.views[slot], self.params[slot].grad, factor)
+            self.params[slot].grad = None
+        self._waiting.clear()
 
     def put(self, slot: int, param: Tensor, factor: Factor) -> None:
         """Move `param.grad`, times `factor`, into its slot; the gradient is whole again after the step."""
@@ -76,16 +90,15 @@ class Bucket:
         self.is_launched = True
         self.work = send(self)
 
-    def divide(self, total: Factor) -> None:
-        """Divide the sums by `total`."""
-        self.flat_grads.div_(total)
-
     def reset(self) -> None:
         """Ready for the next step."""
         self.num_missing = len(self.plan.slots)
         self.is_launched = False
+        self.is_settled = False
+        """Whether the reduction is over and this worker has what it keeps of it."""
         self.work = None
         self._filled = [False] * len(self.plan.slots)
+        self._waiting: list[int] = []
 
     # What a communication hook sees: the names of torch's GradBucket.
 
@@ -114,6 +127,12 @@ class Bucket:
         return self.is_last_with_grads
 
     is_last_with_grads = False
+
+
+def view_of(flat: Tensor, slot: Slot, param: Tensor) -> Tensor:
+    """The slot as a contiguous tensor of the shape of `param`, so that cuts of the one are cuts of the other."""
+    piece = flat[slot.offset : slot.offset + slot.numel]
+    return (torch.view_as_complex(piece.view(-1, 2)) if param.is_complex() else piece).view(param.shape)
 
 
 def _view(flat: Tensor, offset: int, numel: int, param: Tensor) -> Tensor:

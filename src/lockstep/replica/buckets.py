@@ -8,19 +8,21 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from lockstep.comm.memory import Memory, OrdinaryMemory, Request
+from lockstep.comm.memory import OrdinaryMemory, Request
 from lockstep.replica import layout
 from lockstep.replica.bucket import Bucket
+from lockstep.replica.placement import Placement
 
 
 class Buckets:
     """The flat buffers of one replica. Made anew by `renew` when the order has changed."""
 
     def __init__(
-        self, params: Sequence[Tensor], order: Sequence[int], memory: Memory, *, cap_bytes: int, tail_numel: int
+        self, params: Sequence[Tensor], order: Sequence[int], placement: Placement, *, cap_bytes: int, tail_numel: int
     ) -> None:
         self._params = params
-        self._memory = memory
+        self._placement = placement
+        self._memory = placement.memory
         self._order = list(order)
         self._deferred: set[int] = set()
         self._cap_bytes = cap_bytes
@@ -42,9 +44,10 @@ class Buckets:
         plans = layout.plan(
             self._specs(self._order),
             tail_numel=self._tail_numel,
-            tail_alone=tail_alone,
+            tail_alone=tail_alone or self._placement.is_fixed,
             cap_bytes=self._cap_bytes,
             first_cap_bytes=min(layout.FIRST_BUCKET_BYTES, self._cap_bytes),
+            parts=self._placement.num_parts,
         )
         self.all.clear()  # Frees the old ones before the new ones are made, where no gradient holds them.
         self._save_grads()
@@ -53,12 +56,19 @@ class Buckets:
         for place, (plan, flat) in enumerate(zip(plans, flats, strict=True)):
             bucket = Bucket(place, plan, self._params, flat)
             self.all.append(bucket)
+            bucket.previous = self._before(bucket)
             for number, slot in enumerate(plan.slots):
                 self.places[slot.index] = (bucket, number)
         with_grads = [bucket for bucket in self.all if bucket.plan.slots]
         if with_grads:
             with_grads[-1].is_last_with_grads = True
+        self._placement.adopt(self.all)
         self.is_due = False
+
+    def _before(self, bucket: Bucket) -> Bucket | None:
+        """Who uses the memory of `bucket` before it does."""
+        turns = self._memory.num_turns
+        return self.all[bucket.place - turns] if turns and bucket.plan.slots and bucket.place >= turns else None
 
     def _save_grads(self) -> None:
         """Move gradients that are still wanted out of memory that is about to be laid out anew."""
@@ -72,6 +82,8 @@ class Buckets:
 
     def expect(self, seen: Iterable[int]) -> None:
         """From the next pass on, expect gradients in the order in which they were seen."""
+        if self._placement.is_fixed:
+            return
         rank = {index: place for place, index in enumerate(dict.fromkeys(seen))}
         order = sorted(self._order, key=lambda index: (index in self._deferred, rank.get(index, len(rank))))
         if order != self._order:
@@ -85,6 +97,8 @@ class Buckets:
                 self._order.append(index)
             else:
                 self._deferred.add(index)
+        if self._placement.is_fixed:
+            return
         # A gradient that comes in portions is sent at the end of the pass, so it must not hold others up.
         self._order.sort(key=lambda index: index in self._deferred)
         self.is_due = True

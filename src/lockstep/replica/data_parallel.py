@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import seeds
+from lockstep.comm.backend import reduction_group
+from lockstep.comm.memory import memory_of
 from lockstep.data import batch as batches
 from lockstep.data import tree
 from lockstep.errors import UsageError
@@ -20,9 +22,11 @@ from lockstep.replica import agreement, layout
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.hook import CommHook
+from lockstep.replica.placement import Whole
 from lockstep.replica.precision import Precision, reduce_in
 from lockstep.replica.reducer import Reducer
 from lockstep.replica.uneven import Uneven
+from lockstep.replica.zero import Zero, require_stage
 from lockstep.world import World, join
 
 
@@ -70,7 +74,14 @@ class DataParallel(nn.Module):
     parameters, changing graphs and bucket views always work), `delay_all_reduce_named_params` and
     `param_to_hook_all_reduce` (buckets leave in the observed order anyway), `dim`, `output_device`.
 
-    Memory: the gradients, once (they are views of the buckets), and nothing else of the model's size.
+    Lockstep's own:
+
+    optimizer, zero: split what is redundant over the workers (see docs/zero.md): 1 the optimizer's state and work, 2
+        the gradients as well, 3 the parameters as well. `optimizer` is re-pointed, in place, at this worker's part; the
+        loop, schedulers and groups stay as they are. `param.grad` is None then: use `model.clip_grad_norm_`.
+
+    Memory: the gradients, once (they are views of the buckets), and nothing else of the model's size. With zero=1 the
+    optimizer's state is divided by the number of workers, with zero=2 the gradients too.
     """
 
     def __init__(
@@ -95,9 +106,13 @@ class DataParallel(nn.Module):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        zero: int = 0,
     ) -> None:
         super().__init__()
         _require_module(module)
+        require_stage(zero, optimizer)
         self.module = module
         self._precision = Precision(mixed_precision, module) if mixed_precision is not None else None
         self.world = _world(process_group, device_mesh)
@@ -105,7 +120,13 @@ class DataParallel(nn.Module):
         self._input_device = _input_device(device_ids)
         names, params, owners = _contents(module)
         self._reducer: Reducer | None = None
+        self._zero: Zero | None = None
         if self.world.size > 1:
+            assert self.world.group is not None
+            device = params[0].device if params else self.world.device
+            group = reduction_group(self.world.group, device)
+            if zero and optimizer is not None:
+                self._zero = Zero(self.world, group, device, optimizer, zero)
             if init_sync:
                 _start_equal(self.world, names, params, owners, with_buffers=broadcast_buffers is not False)
             keeps_buffers = broadcast_buffers is not False and forward_sync_buffers is not False
@@ -113,11 +134,15 @@ class DataParallel(nn.Module):
                 self.world,
                 names,
                 params,
-                trained=_trained_anywhere(self.world, params),
-                sparse_params=_sparse(module, params),
+                trained=list(range(len(params))) if self._zero else _trained_anywhere(self.world, params),
+                sparse_params=frozenset() if self._zero else _sparse(module, params),
                 buffers=Buffers(self.world, [o for o in owners if not _is_equal_anyway(*o)] if keeps_buffers else []),
                 bucket_cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
+                group=group,
+                placement=self._zero.placement if self._zero else Whole(group, memory_of(group, device)),
             )
+            if self._zero is not None:
+                self._zero.take_over(params)
             if self._precision is not None and self._precision.reduce_dtype is not None:
                 self.register_comm_hook((self._reducer.group, self._precision.reduce_dtype), reduce_in)
         seeds.diverge(self.world.seed, self.world.rank)
@@ -175,6 +200,8 @@ class DataParallel(nn.Module):
         up to date. All workers must enter the block; models with SyncBatchNorm cannot, since their forward pass
         needs everybody.
         """
+        if enable:
+            self._require_whole("model.join()")
         if enable and any(isinstance(m, SyncBatchNorm | nn.SyncBatchNorm) for m in self.module.modules()):
             raise UsageError(
                 "model.join() cannot run a model with SyncBatchNorm: its forward pass needs every worker. Give all "
@@ -193,9 +220,14 @@ class DataParallel(nn.Module):
 
         `bucket` has the methods of torch's GradBucket, so torch's own hooks can be given.
         """
+        self._require_whole("register_comm_hook")
         comm_hook = CommHook(state, hook, self.world.size)
         if self._reducer is not None:
             self._reducer.use_hook(comm_hook)
+
+    def _require_whole(self, what: str) -> None:
+        if self._zero is not None:
+            raise UsageError(f"{what} needs every worker to have every gradient; it works with zero=0 only.")
 
     def clip_grad_norm_(
         self,
@@ -205,7 +237,20 @@ class DataParallel(nn.Module):
         foreach: bool | None = None,
     ) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the old norm."""
+        if self._zero is not None:
+            total = self._zero.total_norm(float(norm_type), error_if_nonfinite)
+            nn.utils.clip_grads_with_norm_(self._zero.owned, max_norm, total, foreach)
+            return total
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those of this worker's part included."""
+        super().zero_grad(set_to_none)
+        for param in self._zero.owned if self._zero is not None else ():
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a DataParallel model cannot be copied or pickled; do that with model.module.")

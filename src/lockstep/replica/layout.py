@@ -80,33 +80,41 @@ def plan(
     tail_alone: bool = False,
     first_cap_bytes: int = FIRST_BUCKET_BYTES,
     cap_bytes: int = BUCKET_BYTES,
+    share_of_rest: int = SHARE_OF_REST,
+    parts: int = 1,
 ) -> tuple[BucketPlan, ...]:
     """Buckets in launch order, for gradients expected in the order of `specs`.
 
     The last bucket carries a tail of `tail_numel` elements; it is one without gradients where `tail_alone` asks
-    for it or where the last bucket's dtype cannot count exactly.
+    for it or where the last bucket's dtype cannot count exactly. Gradients end where `parts` equal parts of them
+    begin on 64-byte boundaries.
     """
-    groups = _fill(specs, first_cap_bytes, cap_bytes)
+    groups = _fill(specs, first_cap_bytes, cap_bytes, share_of_rest)
     last_arrival = {spec.index: place for place, spec in enumerate(specs)}
     groups.sort(key=lambda group: max(last_arrival[spec.index] for spec in group))
-    buckets = [_lay_out(group) for group in groups]
+    buckets = [_lay_out(group, parts) for group in groups]
     if tail_alone or not buckets or buckets[-1].dtype not in EXACT_COUNTERS:
         device = buckets[-1].device if buckets else torch.device("cpu")
-        buckets.append(BucketPlan(torch.float32, device, (), 0))
+        dtypes = {bucket.dtype for bucket in buckets}  # Weights are to be as exact as what they weigh.
+        buckets.append(BucketPlan(torch.float64 if torch.float64 in dtypes else torch.float32, device, (), 0))
     closing = buckets[-1]
     buckets[-1] = replace(closing, tail_numel=aligned(tail_numel, closing.dtype))
     return tuple(buckets)
 
 
-def _fill(specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int) -> list[list[ParamSpec]]:
+def _fill(
+    specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int, share_of_rest: int
+) -> list[list[ParamSpec]]:
     """Group the parameters of each device and dtype, in order, closing a group when it reaches its cap."""
     kinds: dict[tuple[torch.device, torch.dtype], list[ParamSpec]] = {}
     for spec in specs:
         kinds.setdefault((spec.device, spec.dtype), []).append(spec)
-    return [group for kind in kinds.values() for group in _fill_kind(kind, first_cap_bytes, cap_bytes)]
+    return [group for kind in kinds.values() for group in _fill_kind(kind, first_cap_bytes, cap_bytes, share_of_rest)]
 
 
-def _fill_kind(specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int) -> Iterator[list[ParamSpec]]:
+def _fill_kind(
+    specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int, share_of_rest: int
+) -> Iterator[list[ParamSpec]]:
     """Groups of about the cap, the first one small; towards the end each takes a share of what is left.
 
     The last bucket is complete only when the backward pass ends, so nothing hides it: the smaller, the better. For
@@ -120,16 +128,17 @@ def _fill_kind(specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int)
             yield group
             left -= sum(member.num_bytes for member in group)
             group = []
-            cap = large = min(cap_bytes, max(left // SHARE_OF_REST, first_cap_bytes))
+            cap = large = min(cap_bytes, max(left // share_of_rest, first_cap_bytes))
         group.append(spec)
     if group:
         yield group
 
 
-def _lay_out(group: Sequence[ParamSpec]) -> BucketPlan:
+def _lay_out(group: Sequence[ParamSpec], parts: int) -> BucketPlan:
     slots = []
     offset = 0
     for spec in group:
         slots.append(Slot(spec.index, offset, spec.numel))
         offset += aligned(spec.numel, spec.dtype)
-    return BucketPlan(group[0].dtype, group[0].device, tuple(slots), offset)
+    part = aligned(-(-offset // parts), group[0].dtype)
+    return BucketPlan(group[0].dtype, group[0].device, tuple(slots), part * parts)

@@ -98,6 +98,11 @@ class Notes:
         """Whether any worker has a gradient for the parameter."""
         return self._used[index].item() > 0
 
+    def used(self) -> list[bool]:
+        """The same for every parameter, in order."""
+        used: list[bool] = (self._used > 0).tolist()
+        return used
+
     def changed(self) -> list[int]:
         """Numbers of the buffers that some worker changed."""
         return self._changed.nonzero().flatten().tolist() if self._changed.numel() else []

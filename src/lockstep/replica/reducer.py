@@ -28,8 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.backend import reduction_group
-from lockstep.comm.memory import memory_of
 from lockstep.errors import StepVoid, UsageError
 from lockstep.events import Kind
 from lockstep.replica import sparse
@@ -38,6 +36,7 @@ from lockstep.replica.buckets import Buckets
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.hook import CommHook
 from lockstep.replica.notes import Notes, tail_numel
+from lockstep.replica.placement import Placement
 from lockstep.replica.weighing import Weighing
 from lockstep.world import World
 
@@ -55,15 +54,16 @@ class Reducer:
         sparse_params: frozenset[int],
         buffers: Buffers,
         bucket_cap_bytes: int,
+        group: dist.ProcessGroup,
+        placement: Placement,
     ) -> None:
-        assert world.group is not None
         self._world = world
         self._names = names
         self._params = params
         self._sparse = sparse_params
         self._buffers = buffers
-        device = params[0].device if params else world.device
-        self.group = reduction_group(world.group, device)
+        self.group = group
+        self._placement = placement
         self.weighing = Weighing(world.size)
         self.is_joining = False
         """Whether workers may run out of batches at different steps."""
@@ -79,7 +79,7 @@ class Reducer:
         self._buckets = Buckets(
             params,
             [index for index in reversed(trained) if index not in sparse_params],
-            memory_of(self.group, device),
+            placement,
             cap_bytes=bucket_cap_bytes,
             tail_numel=tail_numel(len(params), len(buffers)),
         )
@@ -144,6 +144,7 @@ class Reducer:
             return
         if self._buckets.is_due:
             self._renew_buckets()
+        self._placement.begin()
         finish = _Finish(self)
         self._armed = weakref.ref(finish)
         torch.autograd.Variable._execution_engine.queue_callback(finish)
@@ -172,7 +173,10 @@ class Reducer:
         if bucket.is_launched:
             self._extra.add(index)
             return
-        bucket.put(slot, param, self.weighing.factor)
+        if self._vacate(bucket):
+            bucket.put(slot, param, self.weighing.factor)
+        else:
+            bucket.put_later(slot)
         if bucket.num_missing == 0:
             self._launch_full()
 
@@ -184,8 +188,20 @@ class Reducer:
                 return
             self._launch(bucket)
 
+    def _vacate(self, bucket: Bucket) -> bool:
+        """Whether `bucket` has its memory for itself; waits for the one before it if that is on its way."""
+        before = bucket.previous
+        if before is None or before.is_settled:
+            return True
+        if not before.is_launched:
+            return False
+        self._settle(before)
+        return True
+
     def _launch(self, bucket: Bucket) -> None:
         self._num_launched += 1
+        self._vacate(bucket)
+        bucket.put_waiting(self.weighing.factor)
         bucket.launch(self._send)
         if self._world.events:
             self._world.events.emit(Kind.LAUNCHED, self.step, bucket.place, bucket.num_bytes)
@@ -196,6 +212,9 @@ class Reducer:
         return self._send_plainly(bucket)
 
     def _send_plainly(self, bucket: Bucket) -> Any:
+        return self._placement.send(bucket)
+
+    def _all_reduce(self, bucket: Bucket) -> Any:
         return dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     # The backward pass: finish
@@ -209,7 +228,11 @@ class Reducer:
             self._world.events.emit(Kind.WAITING, self.step)
         try:
             for bucket in self._buckets.all[self._num_launched :]:
+                self._vacate(bucket)
+                bucket.put_waiting(self.weighing.factor)
                 bucket.fill_missing(self.weighing.factor)
+                if bucket is not self._buckets.closing:
+                    self._launch(bucket)
             self._notes.write(
                 self.weighing.counted,
                 unused=self._unused(),
@@ -262,7 +285,7 @@ class Reducer:
         self.weighing.settle(notes.counted, is_explicit=notes.num_explicit > 0, is_uneven=self.is_uneven)
         if self.weighing.divisor is not None:
             for bucket in self._buckets.all:
-                bucket.divide(self.weighing.divisor)
+                self._placement.divide(bucket, self.weighing.divisor)
         num_active = notes.num_active
         changed = notes.changed()
         extras = self._extra_round() if notes.has_extra else {}
@@ -291,9 +314,15 @@ class Reducer:
     def _await_all(self) -> None:
         self._notes.wait()
         for bucket in self._buckets.all:
-            self._await(bucket)
-            if self._world.events:
-                self._world.events.emit(Kind.REDUCED, self.step, bucket.place, bucket.num_bytes)
+            if not bucket.is_settled:
+                self._settle(bucket)
+
+    def _settle(self, bucket: Bucket) -> None:
+        self._await(bucket)
+        self._placement.settle(bucket)
+        bucket.is_settled = True
+        if self._world.events:
+            self._world.events.emit(Kind.REDUCED, self.step, bucket.place, bucket.num_bytes)
 
     def _await(self, bucket: Bucket) -> None:
         if self._hook is not None and bucket.plan.slots:
@@ -334,17 +363,13 @@ class Reducer:
 
     def _hand_out(self, extras: dict[int, Tensor]) -> None:
         """Let `param.grad` be the reduced gradient wherever some worker has used the parameter."""
+        used = self._notes.used()
+        for index in self._touched:
+            used[index] = True
         for bucket in self._buckets.all:
-            for number, slot in enumerate(bucket.plan.slots):
-                if bucket.has(number) or slot.index in self._touched or self._notes.is_used(slot.index):
-                    bucket.params[number].grad = bucket.views[number]
+            self._placement.hand_out(bucket, used)
         for index, extra in extras.items():
-            param = self._params[index]
-            if self._buckets.places[index] is None:
-                param.grad = extra
-            else:
-                assert param.grad is not None
-                param.grad.add_(extra)
+            self._placement.add(self._params[index], index, self._buckets.places[index] is not None, extra)
 
     def _exchange_sparse(self, is_active: bool) -> None:
         for index in sorted(self._sparse):
@@ -363,10 +388,10 @@ class Reducer:
                 if slot.index in self._extra:
                     bucket.put(number, bucket.params[number], self.weighing.factor)
                 reduced[slot.index] = bucket.views[number]
-            bucket.launch(self._send_plainly)
+            bucket.launch(self._all_reduce)
             self._await_plainly(bucket)
             if self.weighing.divisor is not None:
-                bucket.divide(self.weighing.divisor)
+                bucket.flat_grads.div_(self.weighing.divisor)
         self._buckets.make_room_for(indices)
         return reduced
 

@@ -16,7 +16,7 @@ from lockstep.comm.registration import register
 from lockstep.comm.shm.group import ShmGroup
 from lockstep.errors import UsageError
 
-__all__ = ["allocate", "is_supported", "register", "release"]
+__all__ = ["allocate", "allocate_common", "is_supported", "register", "release"]
 
 
 def is_supported() -> bool:
@@ -32,6 +32,16 @@ def allocate(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Tensor
     if not isinstance(group, ShmGroup):
         raise UsageError(f"shm.allocate needs a group of backend shm, not {type(group).__name__}.")
     return group.allocate(numel, dtype)
+
+
+def allocate_common(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Tensor:
+    """A zeroed flat tensor that exists once: what one worker writes, all see. Every worker of the group calls this.
+
+    Nothing orders those writes: put a barrier between writing and reading.
+    """
+    if not isinstance(group, ShmGroup):
+        raise UsageError(f"shm.allocate_common needs a group of backend shm, not {type(group).__name__}.")
+    return group.allocate_common(numel, dtype)
 
 
 def release(group: dist.ProcessGroup, tensor: Tensor) -> None:

@@ -68,17 +68,30 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See the function of this name."""
         number = self._num_allocated
+        segment = self._open(numel, dtype, self._size)
+        self._segments[number] = segment
+        return segment.slice(self._rank)[: numel * dtype.itemsize].view(dtype)
+
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See the function of this name."""
+        return self._open(numel, dtype, 1).bytes[: numel * dtype.itemsize].view(dtype)
+
+    def _open(self, numel: int, dtype: torch.dtype, slices: int) -> Segment:
+        key = f"segment/{self._num_allocated}"
         self._num_allocated += 1
         watch = watch_peers(self._peers, self._rank, self._board.timeout, self._board)
         num_bytes = max(numel, 1) * dtype.itemsize
+        opened: list[Segment] = []
 
         def open_next(_: bool) -> None:
-            self._segments[number] = open_segment(
-                f"segment/{number}", num_bytes, store=self._store, rank=self._rank, size=self._size, watch=watch
+            opened.append(
+                open_segment(
+                    key, num_bytes, store=self._store, rank=self._rank, size=self._size, watch=watch, slices=slices
+                )
             )
 
         self._queue.run("allocate", open_next, [])
-        return self._segments[number].slice(self._rank)[: numel * dtype.itemsize].view(dtype)
+        return opened[0]
 
     def release(self, tensor: Tensor) -> None:
         """Give back the memory that `allocate` gave for `tensor`, once no tensor over it is left."""

@@ -1,0 +1,108 @@
+"""Where split parameters lie between two steps, and how every worker gets the parts that the others have updated.
+
+CommonParams   one copy for all workers of a host, in shared memory: the owner of a part updates it where everybody
+               reads it, so there is nothing to send. Two barriers keep updates away from readers.
+KeptParams     a copy on every worker; after the update everybody gathers the parts of the others.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm import shm
+from lockstep.comm.backend import all_gather
+from lockstep.replica.bucket import view_of
+from lockstep.replica.layout import BucketPlan
+from lockstep.replica.split import Span, are_equal
+from lockstep.world import World
+
+
+class FlatParams(Protocol):
+    """Holds the parameters of all buckets."""
+
+    def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
+        """Move `params`, equal on all workers, into flat memory; returns the part of it that this worker owns."""
+
+    def before_step(self) -> None:
+        """The optimizer is about to change the owned parts."""
+
+    def after_step(self) -> None:
+        """The optimizer has changed the owned parts."""
+
+
+class CommonParams:
+    """One copy for all workers."""
+
+    def __init__(self, world: World, group: dist.ProcessGroup) -> None:
+        self._rank, self._group = world.rank, group
+
+    def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
+        """The first worker fills the copy; all look at it from then on."""
+        flat = shm.allocate_common(self._group, plan.tail_offset, plan.dtype)
+        if self._rank == 0:
+            _fill(flat, plan, params)
+        dist.barrier(group=self._group)
+        _look_at(flat, plan, params)
+        return flat[spans[self._rank].begin : spans[self._rank].end]
+
+    def before_step(self) -> None:
+        """Nobody may still be reading, in a backward pass or in an evaluation after it."""
+        dist.barrier(group=self._group)
+
+    def after_step(self) -> None:
+        """Nobody may read before all parts are updated."""
+        dist.barrier(group=self._group)
+
+
+class KeptParams:
+    """A copy on every worker."""
+
+    def __init__(self, world: World, group: dist.ProcessGroup) -> None:
+        self._world, self._group = world, group
+        self._flats: list[tuple[Tensor, Sequence[Span]]] = []
+
+    def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
+        """Every worker fills its own copy."""
+        flat = torch.zeros(plan.tail_offset, dtype=plan.dtype, device=plan.device)
+        _fill(flat, plan, params)
+        _look_at(flat, plan, params)
+        self._flats.append((flat, spans))
+        return flat[spans[self._world.rank].begin : spans[self._world.rank].end]
+
+    def before_step(self) -> None:
+        """Nothing: others read their own copies."""
+
+    def after_step(self) -> None:
+        """Gather everybody's parts, all buckets at a time."""
+        under_way: list[Any] = []
+        for flat, spans in self._flats:
+            under_way += self._gather(flat, spans)
+        for work in under_way:
+            if self._world.device.type == "cpu":
+                self._world.wait(work, "gathering updated parameters")
+            elif work is not None:
+                work.wait()
+
+    def _gather(self, flat: Tensor, spans: Sequence[Span]) -> list[Any]:
+        if are_equal(spans):
+            own = spans[self._world.rank]
+            return [all_gather(flat, flat[own.begin : own.end], self._group)]
+        return [
+            dist.broadcast(flat[span.begin : span.end], group=self._group, group_src=rank, async_op=True)
+            for rank, span in enumerate(spans)
+            if span.numel
+        ]
+
+
+def _fill(flat: Tensor, plan: BucketPlan, params: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for slot, param in zip(plan.slots, params, strict=True):
+            view_of(flat, slot, param).copy_(param)
+
+
+def _look_at(flat: Tensor, plan: BucketPlan, params: Sequence[Tensor]) -> None:
+    for slot, param in zip(plan.slots, params, strict=True):
+        param.data = view_of(flat, slot, param)

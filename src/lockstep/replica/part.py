@@ -1,0 +1,62 @@
+"""A worker's part of one bucket: the span that it owns, of parameters and of gradients.
+
+The optimizer is given the part's fragments: one parameter for each tensor that has elements in the span, over the
+memory of the span itself. So what the optimizer writes is in its place, and what the reduction leaves in the span is
+the fragments' gradients. A fragment of a parameter that nobody used has no gradient, as the parameter itself would
+have none.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.replica.layout import BucketPlan
+from lockstep.replica.split import Fragment, Span, fragments
+
+
+class Part:
+    """The owned span of one bucket."""
+
+    def __init__(self, plan: BucketPlan, spans: Sequence[Span], rank: int, own_params: Tensor) -> None:
+        self.plan = plan
+        self.spans = spans
+        self.span = spans[rank]
+        self.own_params = own_params
+        """The owned parameters, flat."""
+        self.own_grads: Tensor | None = None
+        """Where the reduction leaves the owned gradients; set with the buckets."""
+        self.fragments: list[Fragment] = fragments(plan, self.span)
+        self.params = [nn.Parameter(self._piece(own_params, each)) for each in self.fragments]
+        """What the optimizer works on, one for each fragment."""
+        self._held: Tensor | None = None
+
+    def _piece(self, own: Tensor, fragment: Fragment) -> Tensor:
+        return own[fragment.span.begin - self.span.begin : fragment.span.end - self.span.begin]
+
+    def hold(self) -> None:
+        """A pass begins: keep the gradients of earlier ones, which the reduction is about to overwrite."""
+        self._held = None
+        if any(param.grad is not None for param in self.params):
+            self._held = torch.zeros_like(self.own_params)
+            for fragment, param in zip(self.fragments, self.params, strict=True):
+                if param.grad is not None:
+                    self._piece(self._held, fragment).copy_(param.grad)
+
+    def hand_out(self, used: Sequence[bool]) -> None:
+        """The reduction is done: give each fragment its gradient, on top of what it had."""
+        assert self.own_grads is not None
+        if self._held is not None:
+            self.own_grads.add_(self._held)
+        for fragment, param in zip(self.fragments, self.params, strict=True):
+            if used[fragment.index] or param.grad is not None:
+                param.grad = self._piece(self.own_grads, fragment)
+        self._held = None
+
+    def add(self, index: int, grad: Tensor) -> None:
+        """Add what came late for parameter `index`, reduced."""
+        flat = torch.view_as_real(grad).flatten() if grad.is_complex() else grad.flatten()
+        for fragment, param in zip(self.fragments, self.params, strict=True):
+            if fragment.index == index:
+                piece = flat[fragment.offset : fragment.offset + fragment.span.numel]
+                param.grad = piece.clone() if param.grad is None else param.grad.add_(piece)

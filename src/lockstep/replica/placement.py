@@ -1,0 +1,173 @@
+"""What each worker keeps of gradients and parameters: all, or its part. Chosen once, when a model is wrapped.
+
+    Whole    all-reduce; every worker has every gradient, as `param.grad`
+    Split    reduce-scatter; every worker has the gradients of its part, on the fragments that its optimizer sees
+
+The reducer decides when a bucket travels; a placement decides how, and who gets what of it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.backend import reduce_scatter
+from lockstep.comm.memory import Memory
+from lockstep.replica.bucket import Bucket, Factor
+from lockstep.replica.elementwise import Grain
+from lockstep.replica.flat_params import FlatParams
+from lockstep.replica.layout import BucketPlan
+from lockstep.replica.part import Part
+from lockstep.replica.split import Span, are_equal, equal_spans, whole_tensor_spans
+
+
+class Placement(Protocol):
+    """How buckets travel, and what becomes of them."""
+
+    memory: Memory
+    """Where buckets lie."""
+    num_parts: int
+    """Into how many equal parts a bucket must fall."""
+    is_fixed: bool
+    """Whether parameters keep the places they were first given."""
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """These are the buckets from now on."""
+
+    def begin(self) -> None:
+        """A synchronised pass begins."""
+
+    def send(self, bucket: Bucket) -> Any:
+        """Start the reduction of a bucket; returns what to wait for."""
+
+    def settle(self, bucket: Bucket) -> None:
+        """The reduction of a bucket is over, and its memory about to be used by another."""
+
+    def divide(self, bucket: Bucket, total: Factor) -> None:
+        """Divide what this worker has of the sums."""
+
+    def hand_out(self, bucket: Bucket, used: Sequence[bool]) -> None:
+        """Make reduced gradients the ones that the optimizer sees; `used` says by parameter whether there is one."""
+
+    def add(self, param: Tensor, index: int, has_place: bool, grad: Tensor) -> None:
+        """Add the reduced gradient of a parameter that no bucket could take in time."""
+
+
+class Whole:
+    """Every worker has every gradient."""
+
+    num_parts = 1
+    is_fixed = False
+
+    def __init__(self, group: dist.ProcessGroup, memory: Memory) -> None:
+        self._group = group
+        self.memory = memory
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Nothing: buckets are all there is."""
+
+    def begin(self) -> None:
+        """Nothing: gradients of earlier passes are in the buckets already."""
+
+    def send(self, bucket: Bucket) -> Any:
+        """All-reduce."""
+        return dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+
+    def settle(self, bucket: Bucket) -> None:
+        """Nothing: a bucket keeps its memory."""
+
+    def divide(self, bucket: Bucket, total: Factor) -> None:
+        """The whole bucket."""
+        bucket.flat_grads.div_(total)
+
+    def hand_out(self, bucket: Bucket, used: Sequence[bool]) -> None:
+        """As views of the bucket."""
+        for number, slot in enumerate(bucket.plan.slots):
+            if used[slot.index]:
+                bucket.params[number].grad = bucket.views[number]
+
+    def add(self, param: Tensor, index: int, has_place: bool, grad: Tensor) -> None:
+        """To the parameter's own gradient."""
+        if has_place and param.grad is not None:
+            param.grad.add_(grad)
+        else:
+            param.grad = grad
+
+
+class Split:
+    """Every worker has the gradients of its part of each bucket."""
+
+    is_fixed = True
+
+    def __init__(
+        self, group: dist.ProcessGroup, memory: Memory, flat_params: FlatParams, grain: Grain, *, keeps_buckets: bool
+    ) -> None:
+        self._group = group
+        self._rank = group.rank()
+        self._flat_params = flat_params
+        self._grain = grain
+        self.memory = memory
+        self.num_parts = group.size()
+        self._keeps_buckets = keeps_buckets
+        """Whether a bucket's memory is its own; else only the owned gradients stay."""
+        self.parts: list[Part] = []
+        """One for each bucket with gradients, in their order."""
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Move the parameters into flat memory, and say where the reduction leaves the owned gradients."""
+        for bucket in buckets:
+            if bucket.plan.slots:
+                spans = self._spans(bucket.plan)
+                part = Part(bucket.plan, spans, self._rank, self._flat_params.place(bucket.plan, bucket.params, spans))
+                own = bucket.flat[part.span.begin : part.span.end]
+                part.own_grads = own if self._keeps_buckets else torch.zeros_like(own)
+                self.parts.append(part)
+
+    def _spans(self, plan: BucketPlan) -> list[Span]:
+        cut = equal_spans if self._grain is Grain.ELEMENT else whole_tensor_spans
+        return cut(plan, self.num_parts)
+
+    def begin(self) -> None:
+        """Keep what earlier passes left."""
+        for part in self.parts:
+            part.hold()
+
+    def send(self, bucket: Bucket) -> Any:
+        """Reduce-scatter, or all-reduce where the spans differ in length; all-reduce for the notes."""
+        part = self._part(bucket)
+        if part is None or not are_equal(part.spans):
+            return dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        assert part.own_grads is not None
+        return reduce_scatter(part.own_grads, bucket.flat, self._group)
+
+    def settle(self, bucket: Bucket) -> None:
+        """Keep the owned part."""
+        part = self._part(bucket)
+        if part is not None and not self._keeps_buckets and not are_equal(part.spans):
+            assert part.own_grads is not None
+            part.own_grads.copy_(bucket.flat[part.span.begin : part.span.end])
+
+    def divide(self, bucket: Bucket, total: Factor) -> None:
+        """The owned part."""
+        part = self._part(bucket)
+        if part is not None and part.own_grads is not None:
+            part.own_grads.div_(total)
+
+    def hand_out(self, bucket: Bucket, used: Sequence[bool]) -> None:
+        """To the fragments; the parameters themselves have no gradient."""
+        part = self._part(bucket)
+        if part is not None:
+            part.hand_out(used)
+            for param in bucket.params:
+                param.grad = None
+
+    def add(self, param: Tensor, index: int, has_place: bool, grad: Tensor) -> None:
+        """To the fragments."""
+        for part in self.parts:
+            part.add(index, grad)
+        param.grad = None
+
+    def _part(self, bucket: Bucket) -> Part | None:
+        return self.parts[bucket.place] if bucket.place < len(self.parts) else None

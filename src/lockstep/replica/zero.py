@@ -1,0 +1,84 @@
+"""ZeRO: what of a model every worker keeps whole, and what is split, as one of four stages.
+
+    0   everything whole
+    1   optimizer state split: each worker updates its part of the parameters
+    2   gradients split as well: beyond its part a worker keeps none
+    3   parameters split as well
+
+On one host over shared memory parameters exist once for all workers from stage 1 on, so stage 3 is stage 2 there: what
+it would gather and release is never there twice.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.comm.memory import Memory, TurnsMemory, memory_of
+from lockstep.comm.shm.group import ShmGroup
+from lockstep.errors import UsageError
+from lockstep.replica.elementwise import grain_of
+from lockstep.replica.flat_params import CommonParams, FlatParams, KeptParams
+from lockstep.replica.placement import Split
+from lockstep.replica.split_optimizer import SplitOptimizer
+from lockstep.world import World
+
+STAGES = (0, 1, 2, 3)
+
+
+def require_stage(zero: object, optimizer: object) -> None:
+    """Raise UsageError unless `zero` is a stage and `optimizer` what that stage needs."""
+    if zero not in STAGES or isinstance(zero, bool):
+        raise UsageError(f"zero={zero!r}: the stages are 0 (nothing split), 1, 2 and 3.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if zero and optimizer is None:
+        raise UsageError(f"zero={zero} splits the optimizer over the workers: DataParallel(net, optimizer=optimizer).")
+
+
+class Zero:
+    """The split side of one replica: its placement, its optimizer, and what happens around a step."""
+
+    def __init__(
+        self, world: World, group: dist.ProcessGroup, device: torch.device, optimizer: torch.optim.Optimizer, stage: int
+    ) -> None:
+        self._world, self._group = world, group
+        self._flat_params: FlatParams = (
+            CommonParams(world, group) if isinstance(group, ShmGroup) else KeptParams(world, group)
+        )
+        memory: Memory = memory_of(group, device)
+        self.placement = Split(
+            group,
+            TurnsMemory(memory) if stage >= 2 else memory,
+            self._flat_params,
+            grain_of(optimizer),
+            keeps_buckets=stage < 2,
+        )
+        self._optimizer = SplitOptimizer(optimizer)
+
+    def take_over(self, params: Sequence[nn.Parameter]) -> None:
+        """Point the optimizer at this worker's part, once the parameters have their places."""
+        self._optimizer.point_at(params, self.placement.parts)
+        self._optimizer.around_step(self._flat_params.before_step, self._flat_params.after_step)
+
+    @property
+    def owned(self) -> list[nn.Parameter]:
+        """The fragments of this worker."""
+        return [param for part in self.placement.parts for param in part.params]
+
+    def total_norm(self, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """The norm of the gradients of the whole model, the same on all workers."""
+        grads = [param.grad for param in self.owned if param.grad is not None]
+        mine = nn.utils.get_total_norm(grads, norm_type) if grads else torch.zeros((), device=self._world.device)
+        if math.isinf(norm_type):
+            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)
+            total = mine
+        else:
+            powers = mine.double().pow(norm_type)
+            dist.all_reduce(powers, group=self._group)
+            total = powers.pow(1 / norm_type).to(mine.dtype)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise UsageError(f"the gradients' norm is {total.item()}; pass error_if_nonfinite=False to scale anyway.")
+        return total
