@@ -3,9 +3,10 @@
 limit, plain   the bare module, each worker for itself: no communication at all
 ddp            torch's DistributedDataParallel, with its gradients as views of its buckets
 lockstep       lockstep.DataParallel
+zero1..zero3   the same with `zero=1` to 3
 fsdp2          torch's fully_shard, one unit per block
 
-ddp and lockstep take a cap of their buckets in MB, as ddp@4, and a backend, as ddp/gloo: else the world's own.
+ddp, lockstep and zero take a cap of their buckets in MB, as ddp@4, and a backend, as ddp/gloo: else the world's own.
 """
 
 import argparse
@@ -24,8 +25,8 @@ import lockstep
 
 Batch = tuple[Tensor, Tensor]
 
-KINDS = ("limit", "plain", "ddp", "lockstep", "fsdp2")
-BUCKETED = ("ddp", "lockstep")
+KINDS = ("limit", "plain", "ddp", "lockstep", "zero1", "zero2", "zero3", "fsdp2")
+BUCKETED = ("ddp", "lockstep", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,12 @@ class Variant:
     def __init__(self, name: str, setup: Setup, world: lockstep.World) -> None:
         torch.manual_seed(0)  # The same first weights for every variant.
         module = models.build(setup.model).to(world.device)
-        self.model = _wrap(name, module, world)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        if name.startswith("zero"):
+            self.optimizer = _adamw(module)
+            self.model = _wrap(name, module, world, self.optimizer)
+        else:
+            self.model = _wrap(name, module, world)
+            self.optimizer = _adamw(self.model)
         self.loss = torch.zeros(())
         self._autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=setup.bf16)
 
@@ -90,7 +95,13 @@ def checked(name: str) -> str:
     return name
 
 
-def _wrap(name: str, module: models.GPT, world: lockstep.World) -> nn.Module:
+def _adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True)
+
+
+def _wrap(
+    name: str, module: models.GPT, world: lockstep.World, optimizer: torch.optim.Optimizer | None = None
+) -> nn.Module:
     kind, _, backend = name.partition("/")
     kind, _, size = kind.partition("@")
     cap_mb = float(size) if size else None
@@ -99,6 +110,10 @@ def _wrap(name: str, module: models.GPT, world: lockstep.World) -> nn.Module:
         return DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb, process_group=group)
     if kind == "lockstep":
         return lockstep.DataParallel(module, bucket_cap_mb=cap_mb, process_group=group)
+    if kind.startswith("zero"):
+        return lockstep.DataParallel(
+            module, bucket_cap_mb=cap_mb, process_group=group, optimizer=optimizer, zero=int(kind[-1])
+        )
     if kind == "fsdp2":
         return _fsdp2(module, world)
     return module

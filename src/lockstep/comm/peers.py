@@ -119,6 +119,11 @@ class Peers:
         self.broken = False
         """Set once a peer was found missing: the groups of this world cannot be relied on any more."""
 
+    @property
+    def are_on_one_host(self) -> bool:
+        """Whether all workers can share memory."""
+        return len(self._local) == len(self.all) - 1
+
     def wait(self, work: Waitable, doing: Doing) -> None:
         """Return when `work` is done; raise WorkerLost, saying what this worker was `doing`, if it never will be."""
         deadline = time.monotonic() + self.timeout.total_seconds()

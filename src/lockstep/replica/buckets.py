@@ -18,7 +18,14 @@ class Buckets:
     """The flat buffers of one replica. Made anew by `renew` when the order has changed."""
 
     def __init__(
-        self, params: Sequence[Tensor], order: Sequence[int], placement: Placement, *, cap_bytes: int, tail_numel: int
+        self,
+        params: Sequence[Tensor],
+        order: Sequence[int],
+        placement: Placement,
+        *,
+        cap_bytes: int,
+        share_of_rest: int,
+        tail_numel: int,
     ) -> None:
         self._params = params
         self._placement = placement
@@ -26,6 +33,7 @@ class Buckets:
         self._order = list(order)
         self._deferred: set[int] = set()
         self._cap_bytes = cap_bytes
+        self._share_of_rest = share_of_rest
         self._tail_numel = tail_numel
         self.all: list[Bucket] = []
         """In launch order; the last one closes the step."""
@@ -47,6 +55,7 @@ class Buckets:
             tail_alone=tail_alone or self._placement.is_fixed,
             cap_bytes=self._cap_bytes,
             first_cap_bytes=min(layout.FIRST_BUCKET_BYTES, self._cap_bytes),
+            share_of_rest=self._share_of_rest,
             parts=self._placement.num_parts,
         )
         self.all.clear()  # Frees the old ones before the new ones are made, where no gradient holds them.

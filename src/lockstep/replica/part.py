@@ -6,7 +6,7 @@ the fragments' gradients. A fragment of a parameter that nobody used has no grad
 have none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,14 @@ from lockstep.replica.split import Fragment, Span, fragments
 class Part:
     """The owned span of one bucket."""
 
-    def __init__(self, plan: BucketPlan, spans: Sequence[Span], rank: int, own_params: Tensor) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        spans: Sequence[Span],
+        rank: int,
+        own_params: Tensor,
+        shapes: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         self.plan = plan
         self.spans = spans
         self.span = spans[rank]
@@ -26,13 +33,16 @@ class Part:
         """The owned parameters, flat."""
         self.own_grads: Tensor | None = None
         """Where the reduction leaves the owned gradients; set with the buckets."""
+        self._shapes = shapes
+        """Of the parameters, where the spans hold whole ones and the optimizer is to see them as they are."""
         self.fragments: list[Fragment] = fragments(plan, self.span)
         self.params = [nn.Parameter(self._piece(own_params, each)) for each in self.fragments]
         """What the optimizer works on, one for each fragment."""
         self._held: Tensor | None = None
 
     def _piece(self, own: Tensor, fragment: Fragment) -> Tensor:
-        return own[fragment.span.begin - self.span.begin : fragment.span.end - self.span.begin]
+        piece = own[fragment.span.begin - self.span.begin : fragment.span.end - self.span.begin]
+        return piece if self._shapes is None else piece.view(*self._shapes[fragment.index])
 
     def hold(self) -> None:
         """A pass begins: keep the gradients of earlier ones, which the reduction is about to overwrite."""
@@ -59,4 +69,5 @@ class Part:
         for fragment, param in zip(self.fragments, self.params, strict=True):
             if fragment.index == index:
                 piece = flat[fragment.offset : fragment.offset + fragment.span.numel]
+                piece = piece.view_as(param)
                 param.grad = piece.clone() if param.grad is None else param.grad.add_(piece)

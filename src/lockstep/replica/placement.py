@@ -120,10 +120,17 @@ class Split:
         for bucket in buckets:
             if bucket.plan.slots:
                 spans = self._spans(bucket.plan)
-                part = Part(bucket.plan, spans, self._rank, self._flat_params.place(bucket.plan, bucket.params, spans))
+                own_params = self._flat_params.place(bucket.plan, bucket.params, spans)
+                part = Part(bucket.plan, spans, self._rank, own_params, self._shapes(bucket))
                 own = bucket.flat[part.span.begin : part.span.end]
                 part.own_grads = own if self._keeps_buckets else torch.zeros_like(own)
                 self.parts.append(part)
+
+    def _shapes(self, bucket: Bucket) -> dict[int, list[int]] | None:
+        if self._grain is Grain.ELEMENT:
+            return None
+        real = [torch.view_as_real(param) if param.is_complex() else param for param in bucket.params]
+        return {slot.index: list(each.shape) for slot, each in zip(bucket.plan.slots, real, strict=True)}
 
     def _spans(self, plan: BucketPlan) -> list[Span]:
         cut = equal_spans if self._grain is Grain.ELEMENT else whole_tensor_spans

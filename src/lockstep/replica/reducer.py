@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lockstep.errors import StepVoid, UsageError
 from lockstep.events import Kind
-from lockstep.replica import sparse
+from lockstep.replica import layout, sparse
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
 from lockstep.replica.buffers import Buffers
@@ -81,6 +81,7 @@ class Reducer:
             [index for index in reversed(trained) if index not in sparse_params],
             placement,
             cap_bytes=bucket_cap_bytes,
+            share_of_rest=layout.ALL_OF_REST if world.peers.are_on_one_host else layout.SHARE_OF_REST,
             tail_numel=tail_numel(len(params), len(buffers)),
         )
         self._renew_buckets()

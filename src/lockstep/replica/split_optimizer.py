@@ -71,17 +71,17 @@ class SplitOptimizer:
         for param in [key for key in state if key in self._owned]:
             values = state.pop(param)
             for fragment, own in self._owned[param]:
-                state[own] = {name: _cut(value, param, fragment) for name, value in values.items()}
+                state[own] = {name: _cut(value, param, fragment, own.shape) for name, value in values.items()}
 
 
 def _add_param_group(add: Callable[..., None], split: SplitOptimizer, group: dict[str, Any]) -> None:
     split.add_param_group(add, group)
 
 
-def _cut(value: Any, param: Tensor, fragment: Fragment) -> Any:
+def _cut(value: Any, param: Tensor, fragment: Fragment, shape: torch.Size) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape != param.shape or value.dim() == 0:
         return value.clone()
     flat = torch.view_as_real(value).flatten() if value.is_complex() else value.flatten()
-    return flat[fragment.offset : fragment.offset + fragment.span.numel].clone()
+    return flat[fragment.offset : fragment.offset + fragment.span.numel].view(shape).clone()
