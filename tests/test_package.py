@@ -29,8 +29,9 @@ ORDER = [
 
 def test_public_names():
     assert sorted(lockstep.__all__) == [
-        "DataParallel", "LaunchError", "LockstepError", "ModelMismatch", "StepVoid", "SyncBatchNorm", "UsageError",
-        "WorkerFailed", "WorkerLost", "World", "backward", "join", "launch", "scale_lr", "shard",
+        "CheckpointError", "DataParallel", "LaunchError", "LockstepError", "ModelMismatch", "StepVoid",
+        "SyncBatchNorm", "UsageError", "WorkerFailed", "WorkerLost", "World", "backward", "join", "launch", "load",
+        "save", "scale_lr", "shard",
     ]  # fmt: skip
     for name in lockstep.__all__:
         assert getattr(lockstep, name).__doc__

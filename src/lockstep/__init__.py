@@ -15,6 +15,7 @@ from lockstep.comm.registration import register_when_torch_is_there
 if TYPE_CHECKING:
     from lockstep.data.loader import shard
     from lockstep.errors import (
+        CheckpointError,
         LaunchError,
         LockstepError,
         ModelMismatch,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         WorkerFailed,
         WorkerLost,
     )
+    from lockstep.keep.training import load, save
     from lockstep.replica.backward import backward
     from lockstep.replica.batch_norm import SyncBatchNorm
     from lockstep.replica.data_parallel import DataParallel
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "DataParallel",
     "LaunchError",
     "LockstepError",
@@ -46,6 +49,8 @@ __all__ = [
     "backward",
     "join",
     "launch",
+    "load",
+    "save",
     "scale_lr",
     "shard",
 ]
@@ -57,6 +62,8 @@ _HOMES = {
     "backward": "replica.backward",
     "join": "world",
     "launch": "start.function",
+    "load": "keep.training",
+    "save": "keep.training",
     "scale_lr": "train.learning_rate",
     "shard": "data.loader",
 }

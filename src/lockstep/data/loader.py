@@ -1,6 +1,7 @@
 """A DataLoader whose batches are global, seen from one worker."""
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +55,10 @@ class ShardedLoader:
         self._clock, self._parts = _open(loader, self._place)
         self._epoch = 0
         self._next_epoch = 0
+        self._num_given = 0
+        """How many global batches of the epoch under way have been handed out."""
+        self._num_skipped = 0
+        """How many the next iteration leaves out, since they were handed out before a stop."""
 
     @property
     def epoch(self) -> int:
@@ -66,6 +71,16 @@ class ShardedLoader:
         Only needed to resume, since epochs count themselves. Call it on every worker.
         """
         self._epoch = self._next_epoch = int(epoch)
+        self._num_given = self._num_skipped = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loader is: after this many global batches of this epoch, on however many workers."""
+        return {"epoch": self._epoch, "batches": self._num_given}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Make the next iteration begin at the global batch after those that `state` counts. On every worker."""
+        self._epoch = self._next_epoch = int(state["epoch"])
+        self._num_given = self._num_skipped = int(state["batches"])
 
     def __len__(self) -> int:
         """How many global batches an epoch has: the same on every worker."""
@@ -73,7 +88,12 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._begin_epoch()
-        return self._walk(epoch, iter(self._parts))  # Loader processes start now, not at the first batch.
+        num_skipped, self._num_skipped = self._num_skipped, 0
+        self._num_given = num_skipped
+        if isinstance(self._clock, Order):  # Not even loaded; of a stream, they are read and dropped.
+            self._clock.num_skipped, num_skipped = num_skipped, 0
+        # Loader processes start now, not at the first batch.
+        return self._walk(epoch, itertools.islice(iter(self._parts), num_skipped, None))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -106,7 +126,10 @@ class ShardedLoader:
             for part in parts:
                 batch = self._move(part.batch)
                 claim.hold(part.size, part.total)
+                self._num_given += 1
                 yield batch
+            if self._epoch == epoch:
+                self._num_given = 0
         finally:  # Also where the loop was left early, since that closes this generator.
             claim.release()
             if self._epoch == epoch:

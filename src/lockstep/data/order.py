@@ -33,14 +33,16 @@ class Order:
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
         self.epoch = 0
         """The epoch that the next iteration will be."""
+        self.num_skipped = 0
+        """How many items the next iteration leaves out at its beginning."""
         self._sampler = sampler
         self._seed = seed
         self._torch_only = _draws_from_torch_only(sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._walk(self.epoch)  # Not itself a generator: the epoch counts now, not at the first item.
+        return self._walk(self.epoch, self.num_skipped)  # No generator: the epoch counts now, not at the first item.
 
-    def _walk(self, epoch: int) -> Iterator[Any]:
+    def _walk(self, epoch: int, num_skipped: int) -> Iterator[Any]:
         common = Generators(derive(self._seed, "order", epoch), torch_only=self._torch_only)
         with common:
             drawn = iter(self._sampler)
@@ -49,7 +51,10 @@ class Order:
                 item = next(drawn, _END)
             if item is _END:
                 return
-            yield item
+            if num_skipped:
+                num_skipped -= 1
+            else:
+                yield item
 
 
 @dataclass(frozen=True, slots=True)

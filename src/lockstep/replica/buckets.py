@@ -123,7 +123,8 @@ class Buckets:
         for index in order:
             param = self._params[index]
             numel = param.numel() * (2 if param.is_complex() else 1)
-            specs.append(layout.ParamSpec(index, numel, param.dtype.to_real(), param.device))
+            block = self._placement.blocks[index] if self._placement.blocks else -1
+            specs.append(layout.ParamSpec(index, numel, param.dtype.to_real(), param.device, block))
         return specs
 
 

@@ -80,6 +80,9 @@ class DataParallel(nn.Module):
         the gradients as well, 3 the parameters as well. `optimizer` is re-pointed, in place, at this worker's part; the
         loop, schedulers and groups stay as they are. `param.grad` is None then: use `model.clip_grad_norm_`.
 
+    blocks: with zero=3, the submodules whose parameters are gathered and released together, by name or by class; if
+        not given, the members of lists of like modules.
+
     Memory: the gradients, once (they are views of the buckets), and nothing else of the model's size. With zero=1 the
     optimizer's state is divided by the number of workers, with zero=2 the gradients too.
     """
@@ -109,6 +112,7 @@ class DataParallel(nn.Module):
         *,
         optimizer: torch.optim.Optimizer | None = None,
         zero: int = 0,
+        blocks: Sequence[str | type[nn.Module]] | None = None,
     ) -> None:
         super().__init__()
         _require_module(module)
@@ -126,7 +130,7 @@ class DataParallel(nn.Module):
             device = params[0].device if params else self.world.device
             group = reduction_group(self.world.group, device)
             if zero and optimizer is not None:
-                self._zero = Zero(self.world, group, device, optimizer, zero)
+                self._zero = Zero(self.world, group, module, params, optimizer, zero, blocks)
             if init_sync:
                 _start_equal(self.world, names, params, owners, with_buffers=broadcast_buffers is not False)
             keeps_buffers = broadcast_buffers is not False and forward_sync_buffers is not False
@@ -185,6 +189,45 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @contextlib.contextmanager
+    def whole_params(self) -> Iterator[None]:
+        """A block in which all parameters are there to be read, whatever is split; every worker must enter it.
+
+        Changes made in it are kept if all workers make the same ones. It needs memory for the whole model.
+        """
+        if self._zero is None:
+            yield
+            return
+        yield from self._zero.whole_params()
+
+    @property
+    def parts(self) -> list[tuple[nn.Parameter, nn.Parameter, int]] | None:
+        """What this worker owns where something is split: parameter, fragment, number of its first element."""
+        return self._zero.holdings() if self._zero is not None else None
+
+    def before_load(self) -> None:
+        """This worker is about to overwrite its part of the parameters; every worker calls this."""
+        if self._zero is not None:
+            self._zero.before_step()
+
+    def after_load(self) -> None:
+        """This worker has overwritten its part of the parameters; every worker calls this."""
+        if self._zero is not None:
+            self._zero.after_step()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # No overloads.
+        """As of any module; where parameters are gathered for use (zero=3), every worker must call this."""
+        if self._zero is None or not self._zero.gathers:
+            return super().state_dict(*args, **kwargs)
+        with self.whole_params():
+            state = super().state_dict(*args, **kwargs)
+            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; with zero=1 to 3 every worker must call this."""
+        with self.whole_params():
+            return super().load_state_dict(*args, **kwargs)
 
     def join(
         self,

@@ -3,9 +3,11 @@
 CommonParams   one copy for all workers of a host, in shared memory: the owner of a part updates it where everybody
                reads it, so there is nothing to send. Two barriers keep updates away from readers.
 KeptParams     a copy on every worker; after the update everybody gathers the parts of the others.
+
+What is gathered only while it is used is in gathered_params.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,12 +34,19 @@ class FlatParams(Protocol):
     def after_step(self) -> None:
         """The optimizer has changed the owned parts."""
 
+    def done(self, number: int) -> None:
+        """Nothing in this pass reads the parameters of bucket `number` any more."""
+
+    def whole(self) -> Iterator[None]:
+        """Until the iterator is closed every worker may read all parameters, and change them as the others do."""
+
 
 class CommonParams:
     """One copy for all workers."""
 
     def __init__(self, world: World, group: dist.ProcessGroup) -> None:
         self._rank, self._group = world.rank, group
+        self._placed: list[tuple[Tensor, BucketPlan, Sequence[Tensor], Span]] = []
 
     def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
         """The first worker fills the copy; all look at it from then on."""
@@ -46,7 +55,9 @@ class CommonParams:
             _fill(flat, plan, params)
         dist.barrier(group=self._group)
         _look_at(flat, plan, params)
-        return flat[spans[self._rank].begin : spans[self._rank].end]
+        own = spans[self._rank]
+        self._placed.append((flat, plan, params, own))
+        return flat[own.begin : own.end]
 
     def before_step(self) -> None:
         """Nobody may still be reading, in a backward pass or in an evaluation after it."""
@@ -55,6 +66,23 @@ class CommonParams:
     def after_step(self) -> None:
         """Nobody may read before all parts are updated."""
         dist.barrier(group=self._group)
+
+    def done(self, number: int) -> None:
+        """Nothing: there is nothing to release."""
+
+    def whole(self) -> Iterator[None]:
+        """Everybody works on a copy, since what all do alike must not be done several times; parts count at the end."""
+        copies = [flat.clone() for flat, _, _, _ in self._placed]
+        dist.barrier(group=self._group)
+        for copy, (_, plan, params, _) in zip(copies, self._placed, strict=True):
+            _look_at(copy, plan, params)
+        try:
+            yield
+        finally:
+            for copy, (flat, plan, params, own) in zip(copies, self._placed, strict=True):
+                flat[own.begin : own.end].copy_(copy[own.begin : own.end])
+                _look_at(flat, plan, params)
+            dist.barrier(group=self._group)
 
 
 class KeptParams:
@@ -85,6 +113,13 @@ class KeptParams:
                 self._world.wait(work, "gathering updated parameters")
             elif work is not None:
                 work.wait()
+
+    def done(self, number: int) -> None:
+        """Nothing: everybody keeps everything."""
+
+    def whole(self) -> Iterator[None]:
+        """They are whole anyway."""
+        yield
 
     def _gather(self, flat: Tensor, spans: Sequence[Span]) -> list[Any]:
         if are_equal(spans):

@@ -36,6 +36,8 @@ class ParamSpec:
     dtype: torch.dtype
     """Real dtype of its gradient."""
     device: torch.device
+    block: int = -1
+    """The block whose parameters must lie in a bucket of their own; -1 for none."""
 
     @property
     def num_bytes(self) -> int:
@@ -109,9 +111,14 @@ def _fill(
 ) -> list[list[ParamSpec]]:
     """Group the parameters of each device and dtype, in order, closing a group when it reaches its cap."""
     kinds: dict[tuple[torch.device, torch.dtype], list[ParamSpec]] = {}
+    blocks: dict[tuple[int, torch.device, torch.dtype], list[ParamSpec]] = {}
     for spec in specs:
-        kinds.setdefault((spec.device, spec.dtype), []).append(spec)
-    return [group for kind in kinds.values() for group in _fill_kind(kind, first_cap_bytes, cap_bytes, share_of_rest)]
+        if spec.block >= 0:
+            blocks.setdefault((spec.block, spec.device, spec.dtype), []).append(spec)
+        else:
+            kinds.setdefault((spec.device, spec.dtype), []).append(spec)
+    free = [group for kind in kinds.values() for group in _fill_kind(kind, first_cap_bytes, cap_bytes, share_of_rest)]
+    return [*blocks.values(), *free]
 
 
 def _fill_kind(

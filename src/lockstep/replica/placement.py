@@ -32,6 +32,8 @@ class Placement(Protocol):
     """Into how many equal parts a bucket must fall."""
     is_fixed: bool
     """Whether parameters keep the places they were first given."""
+    blocks: Sequence[int]
+    """For each parameter the block whose bucket it must be in, -1 for none; empty if there are no blocks."""
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """These are the buckets from now on."""
@@ -60,6 +62,7 @@ class Whole:
 
     num_parts = 1
     is_fixed = False
+    blocks: Sequence[int] = ()
 
     def __init__(self, group: dist.ProcessGroup, memory: Memory) -> None:
         self._group = group
@@ -102,8 +105,16 @@ class Split:
     is_fixed = True
 
     def __init__(
-        self, group: dist.ProcessGroup, memory: Memory, flat_params: FlatParams, grain: Grain, *, keeps_buckets: bool
+        self,
+        group: dist.ProcessGroup,
+        memory: Memory,
+        flat_params: FlatParams,
+        grain: Grain,
+        *,
+        keeps_buckets: bool,
+        blocks: Sequence[int] = (),
     ) -> None:
+        self.blocks = blocks
         self._group = group
         self._rank = group.rank()
         self._flat_params = flat_params
@@ -144,6 +155,8 @@ class Split:
     def send(self, bucket: Bucket) -> Any:
         """Reduce-scatter, or all-reduce where the spans differ in length; all-reduce for the notes."""
         part = self._part(bucket)
+        if part is not None:
+            self._flat_params.done(bucket.place)
         if part is None or not are_equal(part.spans):
             return dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         assert part.own_grads is not None

@@ -10,7 +10,7 @@ it would gather and release is never there twice.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from lockstep.comm.memory import Memory, TurnsMemory, memory_of
 from lockstep.comm.shm.group import ShmGroup
 from lockstep.errors import UsageError
+from lockstep.replica.blocks import assign, find_blocks
 from lockstep.replica.elementwise import grain_of
 from lockstep.replica.flat_params import CommonParams, FlatParams, KeptParams
+from lockstep.replica.gathered_params import GatheredParams
 from lockstep.replica.placement import Split
 from lockstep.replica.split_optimizer import SplitOptimizer
 from lockstep.world import World
@@ -42,12 +44,27 @@ class Zero:
     """The split side of one replica: its placement, its optimizer, and what happens around a step."""
 
     def __init__(
-        self, world: World, group: dist.ProcessGroup, device: torch.device, optimizer: torch.optim.Optimizer, stage: int
+        self,
+        world: World,
+        group: dist.ProcessGroup,
+        module: nn.Module,
+        params: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        stage: int,
+        blocks: Sequence[str | type[nn.Module]] | None,
     ) -> None:
         self._world, self._group = world, group
-        self._flat_params: FlatParams = (
-            CommonParams(world, group) if isinstance(group, ShmGroup) else KeptParams(world, group)
-        )
+        device = params[0].device if params else world.device
+        numbers: list[int] = []
+        self._flat_params: FlatParams
+        if isinstance(group, ShmGroup):
+            self._flat_params = CommonParams(world, group)
+        elif stage < 3:
+            self._flat_params = KeptParams(world, group)
+        else:
+            found = find_blocks(module, blocks)
+            numbers = assign(module, params, found)
+            self._flat_params = GatheredParams(world, group, module, found, dict(zip(params, numbers, strict=True)))
         memory: Memory = memory_of(group, device)
         self.placement = Split(
             group,
@@ -55,13 +72,41 @@ class Zero:
             self._flat_params,
             grain_of(optimizer),
             keeps_buckets=stage < 2,
+            blocks=numbers,
         )
         self._optimizer = SplitOptimizer(optimizer)
+        self._params: Sequence[nn.Parameter] = ()
 
     def take_over(self, params: Sequence[nn.Parameter]) -> None:
         """Point the optimizer at this worker's part, once the parameters have their places."""
+        self._params = params
         self._optimizer.point_at(params, self.placement.parts)
-        self._optimizer.around_step(self._flat_params.before_step, self._flat_params.after_step)
+        self._optimizer.around_step(self.before_step, self.after_step)
+
+    def before_step(self) -> None:
+        """The owned parts are about to change."""
+        self._flat_params.before_step()
+
+    def after_step(self) -> None:
+        """The owned parts have changed."""
+        self._flat_params.after_step()
+
+    def holdings(self) -> list[tuple[nn.Parameter, nn.Parameter, int]]:
+        """Parameter, fragment, and number of its first element, for everything that this worker owns."""
+        return [
+            (self._params[fragment.index], own, fragment.offset)
+            for part in self.placement.parts
+            for fragment, own in zip(part.fragments, part.params, strict=True)
+        ]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are whole only while they are used."""
+        return isinstance(self._flat_params, GatheredParams)
+
+    def whole_params(self) -> Iterator[None]:
+        """See DataParallel."""
+        return self._flat_params.whole()
 
     @property
     def owned(self) -> list[nn.Parameter]:

@@ -1,0 +1,265 @@
+"""Parameters that exist whole only while they are used: gathered before a block runs, released after it.
+
+Every worker keeps its part of each block. A block's parameters are views of a flat tensor whose memory comes and goes:
+
+    forward     before a block runs its flat tensor is gathered, and that of the next block is asked for;
+                after it has run, it is released
+    backward    when the gradient of a block's output is known the flat tensor is gathered again, and the block before
+                it is asked for; when the gradients of all its parameters have arrived, it is released
+
+The next block is the one that ran next in the last pass. What belongs to no block is gathered when the model is called
+and stays until the backward pass has ended. The flat tensor keeps its storage object while the memory behind it goes,
+since autograd saves views of it; the parameters themselves look at a single NaN in the meantime, so that whoever reads
+them then sees it, and nobody reads memory that is gone.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.comm.backend import all_gather
+from lockstep.data import tree
+from lockstep.replica.bucket import view_of
+from lockstep.replica.layout import BucketPlan
+from lockstep.replica.split import Span, are_equal
+from lockstep.world import World
+
+MODEL = -1
+"""Stands for what belongs to no block."""
+
+
+class Gathered:
+    """The flat tensor of one bucket, and the part of it that stays."""
+
+    def __init__(self, world: World, group: dist.ProcessGroup, plan: BucketPlan, params: Sequence[Tensor]) -> None:
+        self._world, self._group = world, group
+        self._plan, self._params = plan, params
+        self.flat, self._views = self._new_flat()
+        with torch.no_grad():
+            for view, param in zip(self._views, params, strict=True):
+                view.copy_(param)
+        self._absent = [_absent(param) for param in params]
+        self.own: Tensor = self.flat
+        self._spans: Sequence[Span] = ()
+        self._work: list[Any] = []
+        self.is_asked = self.is_there = True
+        self.has_frozen = any(not param.requires_grad for param in params)
+
+    def _new_flat(self) -> tuple[Tensor, list[Tensor]]:
+        plan = self._plan
+        flat = torch.zeros(plan.tail_offset, dtype=plan.dtype, device=plan.device)
+        return flat, [view_of(flat, slot, param) for slot, param in zip(plan.slots, self._params, strict=True)]
+
+    def keep(self, spans: Sequence[Span]) -> Tensor:
+        """Keep the owned part, and release the rest."""
+        own = spans[self._world.rank]
+        self._spans = spans
+        self.own = self.flat[own.begin : own.end].clone()
+        self.release()
+        return self.own
+
+    def ask(self) -> None:
+        """Start gathering, unless that has been done."""
+        if self.is_asked:
+            return
+        self.is_asked = True
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        if are_equal(self._spans):
+            self._work = [all_gather(self.flat, self.own, self._group)]
+            return
+        own = self._spans[self._world.rank]
+        self.flat[own.begin : own.end].copy_(self.own)
+        self._work = [
+            dist.broadcast(self.flat[span.begin : span.end], group=self._group, group_src=rank, async_op=True)
+            for rank, span in enumerate(self._spans)
+            if span.numel
+        ]
+
+    def gather(self) -> None:
+        """Return when the parameters are there."""
+        if self.is_there:
+            return
+        self.ask()
+        for work in self._work:
+            if self.flat.device.type == "cpu":
+                self._world.wait(work, "gathering parameters")
+            elif work is not None:
+                work.wait()
+        self._work = []
+        self.is_there = True
+        for param, view in zip(self._params, self._views, strict=True):
+            param.data = view
+
+    def release(self) -> None:
+        """Give the memory back; what was asked for is waited for first."""
+        if not self.is_asked:
+            return
+        self.gather()
+        self.is_asked = self.is_there = False
+        for param, absent in zip(self._params, self._absent, strict=True):
+            param.data = absent
+        if not self.flat.untyped_storage().resizable():  # Somebody has it as a numpy array: leave it to him.
+            self.flat, self._views = self._new_flat()
+        self.flat.untyped_storage().resize_(0)
+
+    def write_back(self) -> None:
+        """Keep what was changed in the gathered parameters."""
+        own = self._spans[self._world.rank]
+        self.own.copy_(self.flat[own.begin : own.end])
+
+
+class GatheredParams:
+    """The parameters of a model, block by block."""
+
+    def __init__(
+        self,
+        world: World,
+        group: dist.ProcessGroup,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        block_of: Mapping[nn.Parameter, int],
+    ) -> None:
+        self._world, self._group = world, group
+        self._block_of = block_of
+        self._buckets: list[Gathered] = []
+        self._of_block: dict[int, list[Gathered]] = {number: [] for number in range(MODEL, len(blocks))}
+        self._order: list[int] = []
+        """Blocks in the order in which they last ran."""
+        self._running: list[int] = []
+        self._has_callback = False
+        module.register_forward_pre_hook(self._hook("_before_model"), prepend=True)
+        module.register_forward_hook(self._hook("_after_model"), always_call=True)
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._hook("_before_block", number), prepend=True)
+            block.register_forward_hook(self._hook("_after_block", number))
+
+    def _hook(self, name: str, *args: Any) -> Any:
+        """A method as a hook that does not keep this object alive: a module can be wrapped anew."""
+        me = weakref.ref(self)
+
+        def hook(module: nn.Module, *given: Any) -> None:
+            alive = me()
+            if alive is not None:
+                getattr(alive, name)(*args, given[-1])
+
+        return hook
+
+    # As FlatParams
+
+    def place(self, plan: BucketPlan, params: Sequence[Any], spans: Sequence[Span]) -> Tensor:
+        """Move a block's parameters into a flat tensor, keep the owned part of it, and release the rest."""
+        gathered = Gathered(self._world, self._group, plan, params)
+        self._buckets.append(gathered)
+        self._of_block[self._block_of[params[0]]].append(gathered)
+        return gathered.keep(spans)
+
+    def before_step(self) -> None:
+        """Nothing: others have their own copies."""
+
+    def after_step(self) -> None:
+        """What is still gathered is out of date."""
+        self._release_all()
+
+    def done(self, number: int) -> None:
+        """All gradients of bucket `number` have arrived: nothing in this pass reads its parameters any more."""
+        gathered = self._buckets[number]
+        if gathered not in self._of_block[MODEL] and not gathered.has_frozen:
+            gathered.release()
+
+    def whole(self) -> Iterator[None]:
+        """Gather everything; at the end keep what was changed, and release it."""
+        for gathered in self._buckets:
+            gathered.ask()
+        for gathered in self._buckets:
+            gathered.gather()
+        try:
+            yield
+        finally:
+            for gathered in self._buckets:
+                gathered.write_back()
+            self._release_all()
+
+    def _release_all(self) -> None:
+        self._has_callback = False
+        for gathered in self._buckets:
+            gathered.release()
+
+    # Forward
+
+    def _before_model(self, _inputs: object) -> None:
+        for gathered in self._of_block[MODEL]:
+            gathered.ask()
+        self._ask_for(self._order[0] if self._order else None)
+        for gathered in self._of_block[MODEL]:
+            gathered.gather()
+        if not _in_backward():
+            self._running = []
+
+    def _after_model(self, output: object) -> None:
+        if self._running:
+            self._order = self._running
+        if _in_backward():
+            return
+        if torch.is_grad_enabled() and self._watch(output, MODEL):
+            return
+        self._release_all()
+
+    def _before_block(self, number: int, _inputs: object) -> None:
+        for gathered in self._of_block[number]:
+            gathered.gather()
+        if not _in_backward():
+            self._running.append(number)
+            self._ask_for(self._after(number, self._order))
+
+    def _after_block(self, number: int, output: object) -> None:
+        if _in_backward():
+            return  # Recomputed for the backward pass, which follows at once.
+        needs_backward = torch.is_grad_enabled() and self._watch(output, number)
+        is_last = bool(self._order) and number == self._order[-1]
+        if not (needs_backward and is_last):  # The last one is needed again first.
+            for gathered in self._of_block[number]:
+                gathered.release()
+
+    # Backward
+
+    def _watch(self, output: object, number: int) -> bool:
+        """Have the block gathered when the gradient of its output comes; whether there will be one."""
+        found = False
+        for leaf in tree.leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _grad, number=number: self._before_backward(number))
+                found = True
+        return found
+
+    def _before_backward(self, number: int) -> None:
+        if not self._has_callback:
+            self._has_callback = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._release_all)
+        for gathered in self._of_block[number]:
+            gathered.gather()
+        order = self._order[::-1]
+        self._ask_for(order[0] if number == MODEL and order else self._after(number, order))
+
+    def _ask_for(self, number: int | None) -> None:
+        for gathered in self._of_block[number] if number is not None else ():
+            gathered.ask()
+
+    @staticmethod
+    def _after(number: int, order: Sequence[int]) -> int | None:
+        place = order.index(number) + 1 if number in order else len(order)
+        return order[place] if place < len(order) else None
+
+
+def _absent(param: Tensor) -> Tensor:
+    """What a parameter looks at while it is elsewhere: its shape, a single NaN, and no memory."""
+    value = torch.nan if param.is_floating_point() or param.is_complex() else 0
+    return torch.full((1,), value, dtype=param.dtype, device=param.device).expand(param.shape)
+
+
+def _in_backward() -> bool:
+    """Whether this runs inside a backward pass, as a recomputed forward does."""
+    return torch._C._current_graph_task_id() != -1
