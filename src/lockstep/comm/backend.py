@@ -83,6 +83,15 @@ def reduction_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proc
     return group if device.type == "cuda" else new_group(group, dist.get_backend(group))
 
 
+def moves_parts(group: dist.ProcessGroup) -> bool:
+    """Whether the backend has a reduce-scatter and an all-gather of its own.
+
+    gloo makes the one from an all-reduce of a copy and the other by way of a copy: there it is better to all-reduce in
+    place, and to broadcast the parts.
+    """
+    return dist.get_backend(group) != "gloo"
+
+
 def reduce_scatter(out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """Start setting `out` to this worker's part of the sum of everybody's `whole`; returns what to wait for."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # The old name until 2.12.

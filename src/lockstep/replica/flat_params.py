@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import shm
-from lockstep.comm.backend import all_gather
+from lockstep.comm.backend import all_gather, moves_parts
 from lockstep.replica.bucket import view_of
 from lockstep.replica.layout import BucketPlan
 from lockstep.replica.split import Span, are_equal
@@ -90,6 +90,7 @@ class KeptParams:
 
     def __init__(self, world: World, group: dist.ProcessGroup) -> None:
         self._world, self._group = world, group
+        self._moves_parts = moves_parts(group)
         self._flats: list[tuple[Tensor, Sequence[Span]]] = []
 
     def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
@@ -122,7 +123,7 @@ class KeptParams:
         yield
 
     def _gather(self, flat: Tensor, spans: Sequence[Span]) -> list[Any]:
-        if are_equal(spans):
+        if self._moves_parts and are_equal(spans):
             own = spans[self._world.rank]
             return [all_gather(flat, flat[own.begin : own.end], self._group)]
         return [

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.backend import all_gather
+from lockstep.comm.backend import all_gather, moves_parts
 from lockstep.data import tree
 from lockstep.replica.bucket import view_of
 from lockstep.replica.layout import BucketPlan
@@ -68,7 +68,7 @@ class Gathered:
             return
         self.is_asked = True
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-        if are_equal(self._spans):
+        if moves_parts(self._group) and are_equal(self._spans):
             self._work = [all_gather(self.flat, self.own, self._group)]
             return
         own = self._spans[self._world.rank]

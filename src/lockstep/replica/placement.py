@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.backend import reduce_scatter
+from lockstep.comm.backend import moves_parts, reduce_scatter
 from lockstep.comm.memory import Memory
 from lockstep.replica.bucket import Bucket, Factor
 from lockstep.replica.elementwise import Grain
@@ -120,6 +120,7 @@ class Split:
         self._flat_params = flat_params
         self._grain = grain
         self.memory = memory
+        self._moves_parts = moves_parts(group)
         self.num_parts = group.size()
         self._keeps_buckets = keeps_buckets
         """Whether a bucket's memory is its own; else only the owned gradients stay."""
@@ -153,11 +154,11 @@ class Split:
             part.hold()
 
     def send(self, bucket: Bucket) -> Any:
-        """Reduce-scatter, or all-reduce where the spans differ in length; all-reduce for the notes."""
+        """Reduce-scatter, or all-reduce where that cannot be or is better; all-reduce for the notes."""
         part = self._part(bucket)
         if part is not None:
             self._flat_params.done(bucket.place)
-        if part is None or not are_equal(part.spans):
+        if part is None or not self._scatters(part):
             return dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         assert part.own_grads is not None
         return reduce_scatter(part.own_grads, bucket.flat, self._group)
@@ -165,7 +166,7 @@ class Split:
     def settle(self, bucket: Bucket) -> None:
         """Keep the owned part."""
         part = self._part(bucket)
-        if part is not None and not self._keeps_buckets and not are_equal(part.spans):
+        if part is not None and not self._keeps_buckets and not self._scatters(part):
             assert part.own_grads is not None
             part.own_grads.copy_(bucket.flat[part.span.begin : part.span.end])
 
@@ -188,6 +189,9 @@ class Split:
         for part in self.parts:
             part.add(index, grad)
         param.grad = None
+
+    def _scatters(self, part: Part) -> bool:
+        return self._moves_parts and are_equal(part.spans)
 
     def _part(self, bucket: Bucket) -> Part | None:
         return self.parts[bucket.place] if bucket.place < len(self.parts) else None

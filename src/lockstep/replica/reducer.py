@@ -321,6 +321,7 @@ class Reducer:
     def _settle(self, bucket: Bucket) -> None:
         self._await(bucket)
         self._placement.settle(bucket)
+        bucket.work = None  # It may hold copies of the bucket: gloo's reduce-scatter does.
         bucket.is_settled = True
         if self._world.events:
             self._world.events.emit(Kind.REDUCED, self.step, bucket.place, bucket.num_bytes)

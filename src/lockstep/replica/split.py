@@ -66,5 +66,5 @@ def fragments(plan: BucketPlan, span: Span) -> list[Fragment]:
 
 
 def are_equal(spans: Sequence[Span]) -> bool:
-    """Whether all spans have one length, so that one collective can cut or join them."""
+    """Whether all spans have one length."""
     return len({span.numel for span in spans}) == 1

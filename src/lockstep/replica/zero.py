@@ -9,6 +9,8 @@ On one host over shared memory parameters exist once for all workers from stage 
 it would gather and release is never there twice.
 """
 
+import contextlib
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 
@@ -82,6 +84,7 @@ class Zero:
         self._params = params
         self._optimizer.point_at(params, self.placement.parts)
         self._optimizer.around_step(self.before_step, self.after_step)
+        _give_back_freed_memory()
 
     def before_step(self) -> None:
         """The owned parts are about to change."""
@@ -127,3 +130,9 @@ class Zero:
         if error_if_nonfinite and not torch.isfinite(total):
             raise UsageError(f"the gradients' norm is {total.item()}; pass error_if_nonfinite=False to scale anyway.")
         return total
+
+
+def _give_back_freed_memory() -> None:
+    """Whole parameters have just been freed, and C's allocator keeps such memory; the kernel may have it back."""
+    with contextlib.suppress(OSError, AttributeError):  # Other C libraries have no such function.
+        ctypes.CDLL(None).malloc_trim(0)
