@@ -8,12 +8,16 @@ AdamW in float32: parameters 4, gradients 4, optimizer state 8 bytes each. The a
 anything is split: 4P/N instead of 4P. The model is a row of equal blocks and the batch tiny, so that activations hardly
 count; one bucket (two from zero=2 on) and, where parameters are gathered, two blocks come on top.
 
+C's allocator keeps freed blocks of up to 32 MB for itself, which inflates a process in which many threads allocate,
+as gloo's do. For gloo workers it is told to give blocks of a megabyte back (as MALLOC_MMAP_THRESHOLD_=1048576 would).
+
 On the CPU: the peak of the proportional set size of a worker, sampled all the time during the steps, less what it was
 after a few steps of a tiny model. On a GPU: the allocator's peak. The largest over the workers counts. Every stage runs
 in workers of its own.
 """
 
 import argparse
+import ctypes
 import gc
 import os
 import threading
@@ -26,6 +30,7 @@ import lockstep
 from lockstep.bench import machine
 
 WIDTH = 1024
+M_MMAP_THRESHOLD = -3
 MB = 1e6
 
 
@@ -80,6 +85,8 @@ def train(options: argparse.Namespace, backend: str, zero: int) -> int:
         os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_HOSTID=os.environ["RANK"])
     torch.set_num_threads(max(1, machine.cores() // options.workers))
     world = lockstep.join(device=options.device, backend=None if backend == "nccl" else backend)
+    if backend == "gloo":
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     x = torch.randn(4, WIDTH, device=world.device)
     _peak(world, options, zero, x, blocks=2)  # Code is loaded when it is first used: that is not what is asked.
     gc.collect()
