@@ -1,6 +1,7 @@
 """Step time of lockstep.DataParallel against torch DDP and the no-communication limit, on one host.
 
-    python bench/step.py --model gpt-10m                          2 workers on the CPU, over gloo
+    python bench/step.py --model gpt-10m --backend gloo           2 workers on the CPU, over gloo
+    python bench/step.py --model gpt-10m --variants limit ddp/gloo ddp lockstep zero1 zero3      over shm
     python bench/step.py --workers 1 --device cuda --dtype bf16 --model gpt2-124m --batch 4 --context 1024
 
 Every variant has its own model and fused AdamW and takes the same batches. A step is forward, backward,
@@ -65,7 +66,7 @@ def _join(options: argparse.Namespace) -> lockstep.World:
         os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         if options.workers > torch.cuda.device_count():
             os.environ["NCCL_HOSTID"] = os.environ["RANK"]
-    return lockstep.join(device=options.device)
+    return lockstep.join(device=options.device, backend=options.backend)
 
 
 def _stepper(variant: Variant, fed: list[variants.Batch]) -> interleave.Action:
@@ -122,13 +123,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="steps before those, not timed (default 5)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", choices=["shm", "gloo"], help="default: what lockstep chooses")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast in the forward pass")
     parser.add_argument(
         "--variants",
         nargs="+",
         type=variants.checked,
         metavar="NAME",
-        help="limit, plain, ddp, lockstep, fsdp2; lockstep@8 for buckets of 8 MiB (default: limit ddp lockstep)",
+        help="limit, plain, ddp, lockstep, zero1, zero2, zero3, fsdp2; see variants.py (default: limit ddp lockstep)",
     )
     parser.add_argument("--json", metavar="FILE", help="write all times there too")
     options = parser.parse_args()

@@ -5,6 +5,7 @@ into pieces. No list of names could know a user's own classes.
 """
 
 import enum
+import inspect
 import warnings
 from collections import OrderedDict, defaultdict
 from typing import Any
@@ -57,14 +58,7 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
 def _train(optimizer: torch.optim.Optimizer, starts: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
     """What a copy of `optimizer` makes of `starts`; the optimizer itself is left alone."""
     params = [nn.Parameter(start) for start in starts]
-    trial: Any = object.__new__(type(optimizer))
-    trial.__dict__.update(optimizer.__dict__)
-    trial.__dict__.pop("step", None)  # A scheduler counts the steps of the original there.
-    trial.state = defaultdict(dict)
-    trial.param_groups = [{**optimizer.param_groups[0], "params": params}]
-    for name, value in optimizer.__dict__.items():
-        if name.endswith("_hooks") and isinstance(value, OrderedDict):
-            setattr(trial, name, OrderedDict())
+    trial = _copy(optimizer, params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in grads:
@@ -72,3 +66,24 @@ def _train(optimizer: torch.optim.Optimizer, starts: list[Tensor], grads: list[l
                 param.grad = grad
             trial.step()
     return [param.detach().flatten() for param in params]
+
+
+def _copy(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> Any:
+    """An optimizer like this one for other parameters."""
+    hyper = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    if optimizer.state:
+        # Some, as Adagrad, make their state when they are constructed, so they have to be.
+        accepted = inspect.signature(type(optimizer).__init__).parameters
+        try:
+            return type(optimizer)(params, **{name: value for name, value in hyper.items() if name in accepted})
+        except (TypeError, ValueError):
+            pass
+    trial: Any = object.__new__(type(optimizer))
+    trial.__dict__.update(optimizer.__dict__)
+    trial.__dict__.pop("step", None)  # A scheduler counts the steps of the original there.
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**hyper, "params": params}]
+    for name, value in optimizer.__dict__.items():
+        if name.endswith("_hooks") and isinstance(value, OrderedDict):
+            setattr(trial, name, OrderedDict())
+    return trial

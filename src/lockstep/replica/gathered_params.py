@@ -30,6 +30,8 @@ from lockstep.world import World
 
 MODEL = -1
 """Stands for what belongs to no block."""
+AHEAD = 2
+"""How many blocks are held at a time: the one that runs, and the next one on its way."""
 
 
 class Gathered:
@@ -219,8 +221,8 @@ class GatheredParams:
         if _in_backward():
             return  # Recomputed for the backward pass, which follows at once.
         needs_backward = torch.is_grad_enabled() and self._watch(output, number)
-        is_last = bool(self._order) and number == self._order[-1]
-        if not (needs_backward and is_last):  # The last one is needed again first.
+        # The last ones are needed again first; as many are held at any time of the backward pass.
+        if not (needs_backward and number in self._order[-AHEAD:]):
             for gathered in self._of_block[number]:
                 gathered.release()
 

@@ -16,7 +16,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """What torch DDP uses too."""
 
-SHARE_OF_REST = 4
+SHARE_OF_REST = 6
 """A bucket takes at most one in so many bytes of what is left, so that a slow link is never without work for long."""
 ALL_OF_REST = 1
 """The same where workers talk through memory: more messages hide nothing there and cost time of the same cores."""

@@ -81,7 +81,7 @@ class Reducer:
             [index for index in reversed(trained) if index not in sparse_params],
             placement,
             cap_bytes=bucket_cap_bytes,
-            share_of_rest=layout.ALL_OF_REST if world.peers.are_on_one_host else layout.SHARE_OF_REST,
+            share_of_rest=layout.ALL_OF_REST if _talk_through_memory(world) else layout.SHARE_OF_REST,
             tail_numel=tail_numel(len(params), len(buffers)),
         )
         self._renew_buckets()
@@ -421,6 +421,10 @@ class Reducer:
         self._expects_pass = False
         self._touched.clear()
         self._extra.clear()
+
+
+def _talk_through_memory(world: World) -> bool:
+    return world.device.type == "cpu" and world.peers.are_on_one_host
 
 
 class _Finish:
