@@ -38,10 +38,13 @@ MB = 1 << 20
 Run = Callable[[Tensor, Tensor, Any], None]
 """Carries out one operation: the whole tensor, this worker's part of one, the group."""
 
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # As before torch 2.12.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 OPS: dict[str, Run] = {
     "all_reduce": lambda whole, _part, group: dist.all_reduce(whole, group=group),
-    "reduce_scatter": lambda whole, part, group: dist.reduce_scatter_tensor(part, whole, group=group),
-    "all_gather": lambda whole, part, group: dist.all_gather_into_tensor(whole, part, group=group),
+    "reduce_scatter": lambda whole, part, group: _REDUCE_SCATTER(part, whole, group=group),
+    "all_gather": lambda whole, part, group: _ALL_GATHER(whole, part, group=group),
 }
 
 

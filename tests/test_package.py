@@ -29,7 +29,7 @@ ORDER = [
 
 def test_public_names():
     assert sorted(lockstep.__all__) == [
-        "CheckpointError", "DataParallel", "LaunchError", "LockstepError", "ModelMismatch", "StepVoid",
+        "CheckpointError", "DataParallel", "LaunchError", "LockstepError", "ModelMismatch", "Precision", "StepVoid",
         "SyncBatchNorm", "UsageError", "WorkerFailed", "WorkerLost", "World", "backward", "join", "launch", "load",
         "save", "scale_lr", "shard",
     ]  # fmt: skip

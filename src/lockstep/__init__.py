@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.replica.backward import backward
     from lockstep.replica.batch_norm import SyncBatchNorm
     from lockstep.replica.data_parallel import DataParallel
+    from lockstep.replica.precision import Precision
     from lockstep.start.function import launch
     from lockstep.train.learning_rate import scale_lr
     from lockstep.world import World, join
@@ -40,6 +41,7 @@ __all__ = [
     "LaunchError",
     "LockstepError",
     "ModelMismatch",
+    "Precision",
     "StepVoid",
     "SyncBatchNorm",
     "UsageError",
@@ -57,6 +59,7 @@ __all__ = [
 
 _HOMES = {
     "DataParallel": "replica.data_parallel",
+    "Precision": "replica.precision",
     "SyncBatchNorm": "replica.batch_norm",
     "World": "world",
     "backward": "replica.backward",

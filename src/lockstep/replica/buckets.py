@@ -124,7 +124,11 @@ class Buckets:
             param = self._params[index]
             numel = param.numel() * (2 if param.is_complex() else 1)
             block = self._placement.blocks[index] if self._placement.blocks else -1
-            specs.append(layout.ParamSpec(index, numel, param.dtype.to_real(), param.device, block))
+            dtype = param.dtype.to_real()
+            if dtype.is_floating_point:
+                dtype = self._placement.grads_dtype or dtype
+            device = self._placement.device if param.is_meta else param.device
+            specs.append(layout.ParamSpec(index, numel, dtype, device, block))
         return specs
 
 

@@ -24,7 +24,12 @@ class Buffers:
     def __init__(self, world: World, owners: Sequence[tuple[nn.Module, str]]) -> None:
         self._world = world
         self._owners = owners
-        self._seen = [_Seen(self._buffer(number)) for number in range(len(owners))]
+        self._seen: list[_Seen] = []
+        self.see()
+
+    def see(self) -> None:
+        """Take the buffers as they are now for equal on all workers."""
+        self._seen = [_Seen(self._buffer(number)) for number in range(len(self._owners))]
 
     def __len__(self) -> int:
         return len(self._owners)

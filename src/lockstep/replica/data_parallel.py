@@ -21,9 +21,11 @@ from lockstep.events import Kind
 from lockstep.replica import agreement, layout
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.buffers import Buffers
+from lockstep.replica.ddp_precision import DDPPrecision, reduce_in
 from lockstep.replica.hook import CommHook
+from lockstep.replica.meta import Materials, has_meta
 from lockstep.replica.placement import Whole
-from lockstep.replica.precision import Precision, reduce_in
+from lockstep.replica.precision import Masters, Precision, cast
 from lockstep.replica.reducer import Reducer
 from lockstep.replica.uneven import Uneven
 from lockstep.replica.zero import Zero, require_stage
@@ -80,6 +82,8 @@ class DataParallel(nn.Module):
         the gradients as well, 3 the parameters as well. `optimizer` is re-pointed, in place, at this worker's part; the
         loop, schedulers and groups stay as they are. `param.grad` is None then: use `model.clip_grad_norm_`.
 
+    precision: `lockstep.Precision(params=..., grads=..., master=...)`: compute in one dtype, reduce in another, update
+        master weights in a third; with zero=1 to 3.
     blocks: with zero=3, the submodules whose parameters are gathered and released together, by name or by class; if
         not given, the members of lists of like modules.
 
@@ -113,42 +117,53 @@ class DataParallel(nn.Module):
         optimizer: torch.optim.Optimizer | None = None,
         zero: int = 0,
         blocks: Sequence[str | type[nn.Module]] | None = None,
+        precision: Precision | None = None,
     ) -> None:
         super().__init__()
         _require_module(module)
-        require_stage(zero, optimizer)
+        require_stage(zero, optimizer, precision)
+        if not zero:
+            _require_memory(module)
         self.module = module
-        self._precision = Precision(mixed_precision, module) if mixed_precision is not None else None
+        self._ddp_precision = DDPPrecision(mixed_precision, module) if mixed_precision is not None else None
+        self._compute_dtype = precision.params if precision is not None else None
+        self._masters: Masters | None = None
         self.world = _world(process_group, device_mesh)
         self.require_backward_grad_sync = True
         self._input_device = _input_device(device_ids)
         names, params, owners = _contents(module)
+        device = next((param.device for param in params if not param.is_meta), self.world.device)
+        if self.world.size == 1 and has_meta(module):
+            Materials(module, device, self.world.seed).make_rest()
         self._reducer: Reducer | None = None
         self._zero: Zero | None = None
         if self.world.size > 1:
             assert self.world.group is not None
-            device = params[0].device if params else self.world.device
             group = reduction_group(self.world.group, device)
             if zero and optimizer is not None:
-                self._zero = Zero(self.world, group, module, params, optimizer, zero, blocks)
+                self._zero = Zero(self.world, group, module, params, device, optimizer, zero, blocks, precision)
             if init_sync:
                 _start_equal(self.world, names, params, owners, with_buffers=broadcast_buffers is not False)
             keeps_buffers = broadcast_buffers is not False and forward_sync_buffers is not False
+            buffers = Buffers(self.world, [o for o in owners if not _is_equal_anyway(*o)] if keeps_buffers else [])
             self._reducer = Reducer(
                 self.world,
                 names,
                 params,
                 trained=list(range(len(params))) if self._zero else _trained_anywhere(self.world, params),
                 sparse_params=frozenset() if self._zero else _sparse(module, params),
-                buffers=Buffers(self.world, [o for o in owners if not _is_equal_anyway(*o)] if keeps_buffers else []),
+                buffers=buffers,
                 bucket_cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
                 group=group,
-                placement=self._zero.placement if self._zero else Whole(group, memory_of(group, device)),
+                placement=self._zero.placement if self._zero else Whole(group, memory_of(group, device), device),
             )
             if self._zero is not None:
                 self._zero.take_over(params)
-            if self._precision is not None and self._precision.reduce_dtype is not None:
-                self.register_comm_hook((self._reducer.group, self._precision.reduce_dtype), reduce_in)
+                buffers.see()
+            if self._ddp_precision is not None and self._ddp_precision.reduce_dtype is not None:
+                self.register_comm_hook((self._reducer.group, self._ddp_precision.reduce_dtype), reduce_in)
+        elif precision is not None and optimizer is not None:
+            self._masters = Masters(params, optimizer, precision)
         seeds.diverge(self.world.seed, self.world.rank)
         self.world.replicas.add(self)
 
@@ -172,7 +187,11 @@ class DataParallel(nn.Module):
         return output
 
     def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.module(*inputs, **kwargs) if self._precision is None else self._precision.call(inputs, kwargs)
+        if self._ddp_precision is not None:
+            return self._ddp_precision.call(inputs, kwargs)
+        if self._compute_dtype is not None:
+            inputs, kwargs = cast((inputs, kwargs), self._compute_dtype)  # type: ignore[misc]
+        return self.module(*inputs, **kwargs)
 
     def release(self) -> None:
         """Let go of everything that belongs to the world; called when it is left."""
@@ -204,7 +223,8 @@ class DataParallel(nn.Module):
     @property
     def parts(self) -> list[tuple[nn.Parameter, nn.Parameter, int]] | None:
         """What this worker owns where something is split: parameter, fragment, number of its first element."""
-        return self._zero.holdings() if self._zero is not None else None
+        owner = self._zero or self._masters
+        return owner.holdings() if owner is not None else None
 
     def before_load(self) -> None:
         """This worker is about to overwrite its part of the parameters; every worker calls this."""
@@ -215,6 +235,8 @@ class DataParallel(nn.Module):
         """This worker has overwritten its part of the parameters; every worker calls this."""
         if self._zero is not None:
             self._zero.after_step()
+        elif self._masters is not None:
+            self._masters.publish()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # No overloads.
         """As of any module; where parameters are gathered for use (zero=3), every worker must call this."""
@@ -307,8 +329,15 @@ def _require_module(module: object) -> None:
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UsageError(f"{name!r} has no shape yet: run a forward pass of the lazy module before wrapping it.")
-        if param.device.type == "meta":
-            raise UsageError(f"{name!r} is on the meta device: give it memory, e.g. with module.to_empty(device=...).")
+
+
+def _require_memory(module: nn.Module) -> None:
+    for name, param in module.named_parameters():
+        if param.is_meta:
+            raise UsageError(
+                f"{name!r} is on the meta device: give it memory with module.to_empty(device=...), or split the model "
+                "with zero=3, which makes it part by part."
+            )
 
 
 def _world(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> World:
@@ -364,8 +393,9 @@ def _start_equal(
     agreement.require_same(world, agreement.describe(zip(names, params, strict=True)), "parameter")
     known = [(name, buffer) for (_, name), buffer in zip(owners, buffers, strict=False) if buffer is not None]
     agreement.require_same(world, agreement.describe(known), "buffer")
+    there = [tensor for tensor in (*params, *(buffer for _, buffer in known)) if not tensor.is_meta]
     with torch.no_grad():
-        agreement.broadcast([*params, *(buffer for _, buffer in known)], world, 0, world.group)
+        agreement.broadcast(there, world, 0, world.group)
 
 
 def _trained_anywhere(world: World, params: Sequence[nn.Parameter]) -> list[int]:

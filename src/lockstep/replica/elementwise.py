@@ -30,9 +30,11 @@ class Grain(enum.Enum):
     TENSOR = enum.auto()
 
 
-def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
-    """How finely the tensors of `optimizer` may be cut; raises UsageError if it cannot be split at all."""
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+def grain_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Grain:
+    """How finely the tensors of `optimizer` may be cut; raises UsageError if it cannot be split at all.
+
+    It is tried on `device`, where its parameters are or will be.
+    """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(SHAPE, generator=generator).to(device)
     grads = [torch.randn(SHAPE, generator=generator).to(device) for _ in range(STEPS)]

@@ -25,8 +25,8 @@ from lockstep.world import World
 class FlatParams(Protocol):
     """Holds the parameters of all buckets."""
 
-    def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
-        """Move `params`, equal on all workers, into flat memory; returns the part of it that this worker owns."""
+    def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
+        """Move `params`, equal on all workers, into flat memory of `dtype`; returns the part that this worker owns."""
 
     def before_step(self) -> None:
         """The optimizer is about to change the owned parts."""
@@ -48,9 +48,9 @@ class CommonParams:
         self._rank, self._group = world.rank, group
         self._placed: list[tuple[Tensor, BucketPlan, Sequence[Tensor], Span]] = []
 
-    def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
+    def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
         """The first worker fills the copy; all look at it from then on."""
-        flat = shm.allocate_common(self._group, plan.tail_offset, plan.dtype)
+        flat = shm.allocate_common(self._group, plan.tail_offset, dtype)
         if self._rank == 0:
             _fill(flat, plan, params)
         dist.barrier(group=self._group)
@@ -93,9 +93,9 @@ class KeptParams:
         self._moves_parts = moves_parts(group)
         self._flats: list[tuple[Tensor, Sequence[Span]]] = []
 
-    def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
+    def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
         """Every worker fills its own copy."""
-        flat = torch.zeros(plan.tail_offset, dtype=plan.dtype, device=plan.device)
+        flat = torch.zeros(plan.tail_offset, dtype=dtype, device=plan.device)
         _fill(flat, plan, params)
         _look_at(flat, plan, params)
         self._flats.append((flat, spans))

@@ -37,14 +37,17 @@ AHEAD = 2
 class Gathered:
     """The flat tensor of one bucket, and the part of it that stays."""
 
-    def __init__(self, world: World, group: dist.ProcessGroup, plan: BucketPlan, params: Sequence[Tensor]) -> None:
+    def __init__(
+        self, world: World, group: dist.ProcessGroup, plan: BucketPlan, params: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
         self._world, self._group = world, group
+        self._dtype = dtype
         self._plan, self._params = plan, params
         self.flat, self._views = self._new_flat()
         with torch.no_grad():
             for view, param in zip(self._views, params, strict=True):
                 view.copy_(param)
-        self._absent = [_absent(param) for param in params]
+        self._absent = [_absent(view) for view in self._views]
         self.own: Tensor = self.flat
         self._spans: Sequence[Span] = ()
         self._work: list[Any] = []
@@ -53,7 +56,7 @@ class Gathered:
 
     def _new_flat(self) -> tuple[Tensor, list[Tensor]]:
         plan = self._plan
-        flat = torch.zeros(plan.tail_offset, dtype=plan.dtype, device=plan.device)
+        flat = torch.zeros(plan.tail_offset, dtype=self._dtype, device=plan.device)
         return flat, [view_of(flat, slot, param) for slot, param in zip(plan.slots, self._params, strict=True)]
 
     def keep(self, spans: Sequence[Span]) -> Tensor:
@@ -152,9 +155,9 @@ class GatheredParams:
 
     # As FlatParams
 
-    def place(self, plan: BucketPlan, params: Sequence[Any], spans: Sequence[Span]) -> Tensor:
+    def place(self, plan: BucketPlan, params: Sequence[Any], spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
         """Move a block's parameters into a flat tensor, keep the owned part of it, and release the rest."""
-        gathered = Gathered(self._world, self._group, plan, params)
+        gathered = Gathered(self._world, self._group, plan, params, dtype)
         self._buckets.append(gathered)
         self._of_block[self._block_of[params[0]]].append(gathered)
         return gathered.keep(spans)

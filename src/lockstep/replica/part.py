@@ -25,12 +25,15 @@ class Part:
         rank: int,
         own_params: Tensor,
         shapes: Mapping[int, Sequence[int]] | None = None,
+        computed: Tensor | None = None,
     ) -> None:
         self.plan = plan
         self.spans = spans
         self.span = spans[rank]
         self.own_params = own_params
-        """The owned parameters, flat."""
+        """The owned parameters, flat, as the optimizer updates them."""
+        self._computed = computed
+        """The same as the model computes with them, where these are masters of another dtype."""
         self.own_grads: Tensor | None = None
         """Where the reduction leaves the owned gradients; set with the buckets."""
         self._shapes = shapes
@@ -56,12 +59,18 @@ class Part:
     def hand_out(self, used: Sequence[bool]) -> None:
         """The reduction is done: give each fragment its gradient, on top of what it had."""
         assert self.own_grads is not None
+        grads = self.own_grads.to(self.own_params.dtype)  # Itself, where that is its dtype.
         if self._held is not None:
-            self.own_grads.add_(self._held)
+            grads.add_(self._held)
         for fragment, param in zip(self.fragments, self.params, strict=True):
             if used[fragment.index] or param.grad is not None:
-                param.grad = self._piece(self.own_grads, fragment)
+                param.grad = self._piece(grads, fragment)
         self._held = None
+
+    def publish(self) -> None:
+        """Round what the model computes with from the masters."""
+        if self._computed is not None:
+            self._computed.copy_(self.own_params)
 
     def add(self, index: int, grad: Tensor) -> None:
         """Add what came late for parameter `index`, reduced."""
@@ -71,3 +80,15 @@ class Part:
                 piece = flat[fragment.offset : fragment.offset + fragment.span.numel]
                 piece = piece.view_as(param)
                 param.grad = piece.clone() if param.grad is None else param.grad.add_(piece)
+
+
+def cut_out(plan: BucketPlan, params: Sequence[Tensor], span: Span, dtype: torch.dtype) -> Tensor:
+    """What `span` holds of `params`, flat, copied into `dtype`."""
+    own = torch.zeros(span.numel, dtype=dtype, device=plan.device)
+    numbers = {slot.index: number for number, slot in enumerate(plan.slots)}
+    for each in fragments(plan, span):
+        flat = params[numbers[each.index]].detach().reshape(-1)
+        own[each.span.begin - span.begin : each.span.end - span.begin] = flat[
+            each.offset : each.offset + each.span.numel
+        ]
+    return own

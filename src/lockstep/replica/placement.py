@@ -19,7 +19,9 @@ from lockstep.replica.bucket import Bucket, Factor
 from lockstep.replica.elementwise import Grain
 from lockstep.replica.flat_params import FlatParams
 from lockstep.replica.layout import BucketPlan
-from lockstep.replica.part import Part
+from lockstep.replica.meta import Materials
+from lockstep.replica.part import Part, cut_out
+from lockstep.replica.precision import Precision
 from lockstep.replica.split import Span, are_equal, equal_spans, whole_tensor_spans
 
 
@@ -32,6 +34,10 @@ class Placement(Protocol):
     """Into how many equal parts a bucket must fall."""
     is_fixed: bool
     """Whether parameters keep the places they were first given."""
+    device: torch.device
+    """Where parameters are put that are nowhere yet."""
+    grads_dtype: torch.dtype | None
+    """In which gradients travel; None for that of their parameters."""
     blocks: Sequence[int]
     """For each parameter the block whose bucket it must be in, -1 for none; empty if there are no blocks."""
 
@@ -63,10 +69,12 @@ class Whole:
     num_parts = 1
     is_fixed = False
     blocks: Sequence[int] = ()
+    grads_dtype: torch.dtype | None = None
 
-    def __init__(self, group: dist.ProcessGroup, memory: Memory) -> None:
+    def __init__(self, group: dist.ProcessGroup, memory: Memory, device: torch.device) -> None:
         self._group = group
         self.memory = memory
+        self.device = device
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Nothing: buckets are all there is."""
@@ -113,8 +121,15 @@ class Split:
         *,
         keeps_buckets: bool,
         blocks: Sequence[int] = (),
+        precision: Precision | None = None,
+        materials: Materials,
+        device: torch.device,
     ) -> None:
+        self.device = device
+        self._materials = materials
         self.blocks = blocks
+        self._precision = precision
+        self.grads_dtype = precision.grads if precision is not None else None
         self._group = group
         self._rank = group.rank()
         self._flat_params = flat_params
@@ -131,12 +146,26 @@ class Split:
         """Move the parameters into flat memory, and say where the reduction leaves the owned gradients."""
         for bucket in buckets:
             if bucket.plan.slots:
-                spans = self._spans(bucket.plan)
-                own_params = self._flat_params.place(bucket.plan, bucket.params, spans)
-                part = Part(bucket.plan, spans, self._rank, own_params, self._shapes(bucket))
+                part = self._take(bucket)
                 own = bucket.flat[part.span.begin : part.span.end]
                 part.own_grads = own if self._keeps_buckets else torch.zeros_like(own)
                 self.parts.append(part)
+
+    def _take(self, bucket: Bucket) -> Part:
+        """Move a bucket's parameters into flat memory; returns the owned part of them."""
+        self._materials.make(bucket.params)
+        plan, spans, shapes = bucket.plan, self._spans(bucket.plan), self._shapes(bucket)
+        if self._precision is None:
+            own_params = self._flat_params.place(plan, bucket.params, spans, plan.dtype)
+            return Part(plan, spans, self._rank, own_params, shapes)
+        masters = cut_out(plan, bucket.params, spans[self._rank], self._precision.master)
+        computed = self._flat_params.place(plan, bucket.params, spans, self._precision.params)
+        return Part(plan, spans, self._rank, masters, shapes, computed)
+
+    def publish(self) -> None:
+        """The optimizer has updated the owned parts: round what is computed with from the masters."""
+        for part in self.parts:
+            part.publish()
 
     def _shapes(self, bucket: Bucket) -> dict[int, list[int]] | None:
         if self._grain is Grain.ELEMENT:

@@ -1,57 +1,69 @@
-"""torch DDP's `mixed_precision`: compute in a smaller dtype, update in the parameters' own.
+"""Mixed precision with master weights: compute in one dtype, reduce in another, update in a third."""
 
-Parameters are cast anew in every forward pass, as part of the graph, so autograd brings gradients back to their own
-dtype. `torch.autocast` chooses per operation and is the better tool; this is here for scripts that come with it.
-"""
-
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.data import tree
 from lockstep.errors import UsageError
 
-FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
-
+@dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of DDP's mixed-precision argument, applied to a module."""
+    """The dtypes of a training step; only of what is floating-point."""
 
-    def __init__(self, wanted: Any, module: nn.Module) -> None:
-        if not all(hasattr(wanted, field) for field in FIELDS):
-            raise UsageError(f"mixed_precision must have {', '.join(FIELDS)}, as torch's own has; got {wanted!r}.")
-        self._module = module
-        self._param_dtype: torch.dtype | None = wanted.param_dtype
-        self.reduce_dtype: torch.dtype | None = wanted.reduce_dtype or wanted.param_dtype
-        if wanted.buffer_dtype is not None:
-            for buffer in module.buffers():
-                if buffer.is_floating_point():
-                    buffer.data = buffer.data.to(wanted.buffer_dtype)
+    params: torch.dtype = torch.bfloat16
+    """Of the parameters that the model computes with; inputs are cast to it."""
+    grads: torch.dtype = torch.float32
+    """In which gradients are summed over the workers."""
+    master: torch.dtype = torch.float32
+    """Of the weights that the optimizer updates, and of its state; parameters are rounded from them after each step."""
 
-    def call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's output for these inputs, computed in the smaller dtype."""
-        if self._param_dtype is None:
-            return self._module(*inputs, **kwargs)
-        cast = {name: self._cast(param) for name, param in self._module.named_parameters()}
-        inputs, kwargs = self._cast_all((inputs, kwargs))
-        return torch.func.functional_call(self._module, cast, inputs, kwargs)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._param_dtype) if tensor.is_floating_point() else tensor
-
-    def _cast_all(self, value: Any) -> Any:
-        held = tree.children(value)
-        if held is not None:
-            return tree.rebuild(value, [self._cast_all(child) for child in held])
-        return self._cast(value) if isinstance(value, Tensor) else value
+    def __post_init__(self) -> None:
+        for name in ("params", "grads", "master"):
+            dtype = getattr(self, name)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise UsageError(f"Precision({name}={dtype!r}): a floating-point torch.dtype is needed.")
 
 
-def reduce_in(state: tuple[dist.ProcessGroup, torch.dtype], bucket: Any) -> Any:
-    """A communication hook that averages a bucket in another dtype."""
-    group, dtype = state
-    small = bucket.buffer().to(dtype).div_(group.size())
-    work = dist.all_reduce(small, group=group, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0].to(bucket.buffer().dtype))
+def cast(value: object, dtype: torch.dtype) -> object:
+    """`value` with every floating-point tensor in it in `dtype`."""
+    held = tree.children(value)
+    if held is not None:
+        return tree.rebuild(value, [cast(child, dtype) for child in held])
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+class Masters:
+    """Master weights of a lone worker: the optimizer is re-pointed at them, in place."""
+
+    def __init__(self, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+        floating = [param for param in params if param.is_floating_point()]
+        self._pairs = [(param, nn.Parameter(param.detach().to(precision.master, copy=True))) for param in floating]
+        master_of = dict(self._pairs)
+        for group in optimizer.param_groups:
+            group["params"] = [master_of.get(param, param) for param in group["params"]]
+        for param in floating:
+            if param in optimizer.state:
+                optimizer.state[master_of[param]] = optimizer.state.pop(param)
+            param.data = param.data.to(precision.params)
+        optimizer.register_step_pre_hook(lambda *_: self._bring_grads())
+        optimizer.register_step_post_hook(lambda *_: self.publish())
+
+    def holdings(self) -> list[tuple[nn.Parameter, nn.Parameter, int]]:
+        """Parameter, master, and number of its first element: as if they were parts."""
+        return [(param, master, 0) for param, master in self._pairs]
+
+    def publish(self) -> None:
+        """Round the parameters from their masters."""
+        with torch.no_grad():
+            for param, master in self._pairs:
+                param.copy_(master)
+
+    def _bring_grads(self) -> None:
+        for param, master in self._pairs:
+            if param.grad is not None:
+                master.grad = param.grad.to(master.dtype)
+                param.grad = None

@@ -25,15 +25,21 @@ from lockstep.replica.blocks import assign, find_blocks
 from lockstep.replica.elementwise import grain_of
 from lockstep.replica.flat_params import CommonParams, FlatParams, KeptParams
 from lockstep.replica.gathered_params import GatheredParams
+from lockstep.replica.meta import Materials
 from lockstep.replica.placement import Split
+from lockstep.replica.precision import Precision
 from lockstep.replica.split_optimizer import SplitOptimizer
 from lockstep.world import World
 
 STAGES = (0, 1, 2, 3)
 
 
-def require_stage(zero: object, optimizer: object) -> None:
-    """Raise UsageError unless `zero` is a stage and `optimizer` what that stage needs."""
+def require_stage(zero: object, optimizer: object, precision: object) -> None:
+    """Raise UsageError unless `zero` is a stage and the rest what that stage needs."""
+    if precision is not None and not isinstance(precision, Precision):
+        raise UsageError(f"precision must be a lockstep.Precision, got {type(precision).__name__}.")
+    if precision is not None and not zero:
+        raise UsageError("precision keeps master weights with the optimizer: give DataParallel zero=1, 2 or 3 as well.")
     if zero not in STAGES or isinstance(zero, bool):
         raise UsageError(f"zero={zero!r}: the stages are 0 (nothing split), 1, 2 and 3.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -51,12 +57,13 @@ class Zero:
         group: dist.ProcessGroup,
         module: nn.Module,
         params: Sequence[nn.Parameter],
+        device: torch.device,
         optimizer: torch.optim.Optimizer,
         stage: int,
         blocks: Sequence[str | type[nn.Module]] | None,
+        precision: Precision | None,
     ) -> None:
         self._world, self._group = world, group
-        device = params[0].device if params else world.device
         numbers: list[int] = []
         self._flat_params: FlatParams
         if isinstance(group, ShmGroup):
@@ -67,14 +74,18 @@ class Zero:
             found = find_blocks(module, blocks)
             numbers = assign(module, params, found)
             self._flat_params = GatheredParams(world, group, module, found, dict(zip(params, numbers, strict=True)))
+        self._materials = Materials(module, device, world.seed)
         memory: Memory = memory_of(group, device)
         self.placement = Split(
             group,
             TurnsMemory(memory) if stage >= 2 else memory,
             self._flat_params,
-            grain_of(optimizer),
+            grain_of(optimizer, device),
             keeps_buckets=stage < 2,
             blocks=numbers,
+            precision=precision,
+            materials=self._materials,
+            device=device,
         )
         self._optimizer = SplitOptimizer(optimizer)
         self._params: Sequence[nn.Parameter] = ()
@@ -82,6 +93,7 @@ class Zero:
     def take_over(self, params: Sequence[nn.Parameter]) -> None:
         """Point the optimizer at this worker's part, once the parameters have their places."""
         self._params = params
+        self._materials.make_rest()
         self._optimizer.point_at(params, self.placement.parts)
         self._optimizer.around_step(self.before_step, self.after_step)
         _give_back_freed_memory()
@@ -92,6 +104,7 @@ class Zero:
 
     def after_step(self) -> None:
         """The owned parts have changed."""
+        self.placement.publish()
         self._flat_params.after_step()
 
     def holdings(self) -> list[tuple[nn.Parameter, nn.Parameter, int]]:
