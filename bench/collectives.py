@@ -10,6 +10,8 @@ in place   backend shm on memory from `shm.allocate`: nothing is staged
 staged     backend shm on ordinary tensors
 copy       each worker copies as many bytes from one place in its memory to another, both at once: what memory allows
 
+reduce_scatter puts the result elsewhere; all_gather finds each worker's part in its place in the whole.
+
 Small operations are repeated within a round, so that a round is long enough to be timed. Printed are medians of the
 per-round ratios with 95 % bootstrap intervals, and whether what docs/benchmarks.md claims holds.
 """
@@ -31,7 +33,9 @@ from lockstep.bench.interleave import Estimate
 from lockstep.comm import shm
 
 ROUND_BYTES = 64 << 20
-"""Small operations are repeated until a round of one variant moves about this much."""
+"""reduce_scatter puts the result elsewhere; all_gather finds each worker's part in its place in the whole.
+
+Small operations are repeated until a round of one variant moves about this much."""
 MOST_REPEATS = 200
 MB = 1 << 20
 
@@ -41,10 +45,16 @@ Run = Callable[[Tensor, Tensor, Any], None]
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # As before torch 2.12.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+
+def _own(whole: Tensor, group: Any) -> Tensor:
+    """This worker's part of `whole`, where it lies, as an optimizer that updates a part leaves it."""
+    return whole.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
 OPS: dict[str, Run] = {
     "all_reduce": lambda whole, _part, group: dist.all_reduce(whole, group=group),
     "reduce_scatter": lambda whole, part, group: _REDUCE_SCATTER(part, whole, group=group),
-    "all_gather": lambda whole, part, group: _ALL_GATHER(whole, part, group=group),
+    "all_gather": lambda whole, part, group: _ALL_GATHER(whole, _own(whole, group), group=group),
 }
 
 

@@ -250,10 +250,10 @@ class Collectives:
             pack_post(flat.numel() * flat.itemsize, self.locate(flat), self._locate_row(outs)),
             spin=spin,
         )
-        if all(post.target != UNSHARED for post in posts):
-            self._push([rank for rank, _, _ in wants], outs, flat, posts, packed, spin)
-        elif all(post.source != UNSHARED for post in posts):
+        if all(post.source != UNSHARED for post in posts):
             self._pull(wants, posts, packed, spin)
+        elif all(post.target != UNSHARED for post in posts):
+            self._push([rank for rank, _, _ in wants], outs, flat, posts, packed, spin)
         else:
             self._stage({0: flat}, wants, 1, posts, packed, spin)
 
