@@ -192,6 +192,33 @@ def changed_by_hand(world, zero):
     return whole_weights(model)
 
 
+def overflowing(world, zero):
+    """A gradient that is infinite on one worker's part alone: all skip that step, and the scale goes down once."""
+    net = build("mlp", torch.float32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        x, y = part_of(type(net).batch(8, torch.Generator().manual_seed(step), torch.float32), world)
+        with torch.autocast("cpu", torch.float16):
+            out = model(x).float()
+        if step == 1 and world.rank == 1:
+            out = out * torch.tensor([1.0, float("inf"), 1.0, 1.0, 1.0])
+        scaler.scale(F.cross_entropy(out, y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 512.0
+    return whole_weights(model)
+
+
+def test_all_skip_a_step_together(pool):
+    expected = pool.run(2, overflowing, 0)[0]
+    for zero in STAGES:
+        for weights in pool.run(2, overflowing, zero):
+            assert difference(weights, expected) <= 1e-5
+
+
 CASES = [
     frozen, checkpointed_by_saving, checkpointed_by_reentry, compiled, accumulated, synced_twice, mixed, late_group,
     begun_before, changed_by_hand,

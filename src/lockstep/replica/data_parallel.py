@@ -180,6 +180,8 @@ class DataParallel(nn.Module):
         if self.world.events:
             self.world.events.emit(Kind.FORWARD, reducer.step)
         reducer.before_forward(self.require_backward_grad_sync)
+        if self._zero is not None:
+            self._zero.see_forward()
         output = self._call(inputs, kwargs)
         for leaf in tree.leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -59,6 +59,9 @@ class Placement(Protocol):
     def hand_out(self, bucket: Bucket, used: Sequence[bool]) -> None:
         """Make reduced gradients the ones that the optimizer sees; `used` says by parameter whether there is one."""
 
+    def end(self) -> None:
+        """All gradients of the pass have been handed out."""
+
     def add(self, param: Tensor, index: int, has_place: bool, grad: Tensor) -> None:
         """Add the reduced gradient of a parameter that no bucket could take in time."""
 
@@ -98,6 +101,9 @@ class Whole:
         for number, slot in enumerate(bucket.plan.slots):
             if used[slot.index]:
                 bucket.params[number].grad = bucket.views[number]
+
+    def end(self) -> None:
+        """Nothing: every worker sees every gradient."""
 
     def add(self, param: Tensor, index: int, has_place: bool, grad: Tensor) -> None:
         """To the parameter's own gradient."""
@@ -141,6 +147,9 @@ class Split:
         """Whether a bucket's memory is its own; else only the owned gradients stay."""
         self.parts: list[Part] = []
         """One for each bucket with gradients, in their order."""
+        self.agrees_on_overflow = False
+        """Whether a gradient that is not finite on one worker is to be seen by all: a gradient scaler asks each
+        worker's optimizer whether to skip the step, and they must not answer differently."""
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Move the parameters into flat memory, and say where the reduction leaves the owned gradients."""
@@ -212,6 +221,19 @@ class Split:
             part.hand_out(used)
             for param in bucket.params:
                 param.grad = None
+
+    def end(self) -> None:
+        """Spread the news of an overflow."""
+        if not self.agrees_on_overflow:
+            return
+        owned = [param for part in self.parts for param in part.params if param.grad is not None]
+        sums = [torch.sum(param.grad, dtype=torch.float32) for param in owned if param.grad is not None]
+        total = torch.stack(sums).sum() if sums else torch.zeros((), device=self.device)
+        is_finite = torch.isfinite(total).float()
+        dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._group)
+        if owned and owned[0].grad is not None:
+            # Nothing is added where all is finite, and no worker has to look: 0 * 1 or 0 * inf.
+            owned[0].grad.view(-1)[0].add_(0.0 * (1.0 / is_finite))
 
     def add(self, param: Tensor, index: int, has_place: bool, grad: Tensor) -> None:
         """To the fragments."""

@@ -372,6 +372,7 @@ class Reducer:
             self._placement.hand_out(bucket, used)
         for index, extra in extras.items():
             self._placement.add(self._params[index], index, self._buckets.places[index] is not None, extra)
+        self._placement.end()
 
     def _exchange_sparse(self, is_active: bool) -> None:
         for index in sorted(self._sparse):

@@ -98,6 +98,12 @@ class Zero:
         self._optimizer.around_step(self.before_step, self.after_step)
         _give_back_freed_memory()
 
+    def see_forward(self) -> None:
+        """A forward pass begins; under float16 a gradient scaler may decide by the gradients whether to step."""
+        kind = self._world.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+            self.placement.agrees_on_overflow = True
+
     def before_step(self) -> None:
         """The owned parts are about to change."""
         self._flat_params.before_step()
