@@ -2,6 +2,7 @@
 
     python bench/memory.py                               4 CPU workers, 100M parameters, shm and gloo
     python bench/memory.py --device cuda --workers 2     the same on a GPU, over NCCL
+    python bench/memory.py --meta --stages 3             the peak while a model from the meta device is wrapped
 
 AdamW in float32: parameters 4, gradients 4, optimizer state 8 bytes each. The arithmetic for P parameters on N workers:
 16P, 8P + 8P/N, 4P + 12P/N and 16P/N bytes for zero = 0, 1, 2, 3. Over shm parameters exist once per host as soon as
@@ -75,7 +76,7 @@ def main() -> None:
     for backend in ["nccl"] if options.device == "cuda" else options.backends:
         for zero in options.stages:
             peaks = lockstep.launch(train, workers=options.workers, args=(options, backend, zero))
-            wanted, peak = arithmetic(num_params, options.workers, zero, backend), max(peaks)
+            wanted, peak = arithmetic(num_params, options.workers, zero, backend, built=options.meta), max(peaks)
             print(f"{backend:10}{zero:>6}{wanted / MB:14.0f}{peak / MB:12.0f}{peak / wanted:8.3f}", flush=True)
 
 
@@ -89,13 +90,31 @@ def train(options: argparse.Namespace, backend: str, zero: int) -> int:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     x = torch.randn(4, WIDTH, device=world.device)
     _peak(world, options, zero, x, blocks=2)  # Code is loaded when it is first used: that is not what is asked.
+    if options.meta:
+        _wrapped_from_meta(world, options, zero, 2)
     gc.collect()
     world.barrier()
     before = used(world)
     world.barrier()
-    peak = _peak(world, options, zero, x, blocks=options.blocks) - before
+    if options.meta:
+        peak = _wrapped_from_meta(world, options, zero, options.blocks) - before
+    else:
+        peak = _peak(world, options, zero, x, blocks=options.blocks) - before
     world.barrier()
     return peak
+
+
+def _wrapped_from_meta(world: lockstep.World, options: argparse.Namespace, zero: int, blocks: int) -> int:
+    """The peak while a model that was built on the meta device gets its memory, before the first step."""
+    with torch.device("meta"):
+        net = nn.Sequential(*(Block() for _ in range(blocks)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    sampler = Sampler()
+    sampler.start()
+    model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero, bucket_cap_mb=options.bucket_mb)
+    peak = sampler.end()
+    del model
+    return torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else peak
 
 
 def _peak(world: lockstep.World, options: argparse.Namespace, zero: int, x: Tensor, *, blocks: int) -> int:
@@ -117,9 +136,11 @@ def _peak(world: lockstep.World, options: argparse.Namespace, zero: int, x: Tens
     return torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else peak
 
 
-def arithmetic(num_params: int, workers: int, zero: int, backend: str) -> float:
-    """Bytes per worker."""
+def arithmetic(num_params: int, workers: int, zero: int, backend: str, *, built: bool) -> float:
+    """Bytes per worker; `built`: before the first step, when there is no optimizer state yet."""
     params, grads, state = 4.0, 4.0, 8.0
+    if built:
+        state = 0.0
     if zero >= 1:
         state /= workers
         params /= workers if backend == "shm" else 1
@@ -150,6 +171,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=96, help=f"layers of {WIDTH} x {WIDTH} (default 96)")
     parser.add_argument("--bucket-mb", type=float, default=8, help="size of a bucket (default 8)")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--meta", action="store_true", help="the peak of building, not of training")
     return parser.parse_args()
 
 

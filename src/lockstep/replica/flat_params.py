@@ -18,6 +18,7 @@ from lockstep.comm import shm
 from lockstep.comm.backend import all_gather, moves_parts
 from lockstep.replica.bucket import view_of
 from lockstep.replica.layout import BucketPlan
+from lockstep.replica.part import cut_out
 from lockstep.replica.split import Span, are_equal
 from lockstep.world import World
 
@@ -49,13 +50,12 @@ class CommonParams:
         self._placed: list[tuple[Tensor, BucketPlan, Sequence[Tensor], Span]] = []
 
     def place(self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
-        """The first worker fills the copy; all look at it from then on."""
+        """Every worker fills its part of the copy; all look at all of it from then on."""
         flat = shm.allocate_common(self._group, plan.tail_offset, dtype)
-        if self._rank == 0:
-            _fill(flat, plan, params)
+        own = spans[self._rank]
+        flat[own.begin : own.end] = cut_out(plan, params, own, dtype)
         dist.barrier(group=self._group)
         _look_at(flat, plan, params)
-        own = spans[self._rank]
         self._placed.append((flat, plan, params, own))
         return flat[own.begin : own.end]
 

@@ -87,7 +87,8 @@ def cut_out(plan: BucketPlan, params: Sequence[Tensor], span: Span, dtype: torch
     own = torch.zeros(span.numel, dtype=dtype, device=plan.device)
     numbers = {slot.index: number for number, slot in enumerate(plan.slots)}
     for each in fragments(plan, span):
-        flat = params[numbers[each.index]].detach().reshape(-1)
+        param = params[numbers[each.index]].detach()
+        flat = (torch.view_as_real(param) if param.is_complex() else param).reshape(-1)
         own[each.span.begin - span.begin : each.span.end - span.begin] = flat[
             each.offset : each.offset + each.span.numel
         ]
