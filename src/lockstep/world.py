@@ -153,6 +153,13 @@ class World:
         if work is not None:
             self.peers.wait(work, doing)
 
+    def await_on_device(self, work: Waitable | None, doing: Doing) -> None:
+        """Wait for an operation on tensors of this worker's device: on a GPU the stream waits, not the host."""
+        if self.device.type == "cpu":
+            self.wait(work, doing)
+        elif work is not None:
+            work.wait()
+
     def within(self, group: dist.ProcessGroup) -> "World":
         """This worker's place in `group`, one of several groups that this world is cut into."""
         ranks = dist.get_process_group_ranks(group)

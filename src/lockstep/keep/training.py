@@ -1,5 +1,6 @@
 """`lockstep.save` and `lockstep.load`: a training run, to go on with on any number of workers."""
 
+import contextlib
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import CheckpointError
+from lockstep.keep import shelf
 from lockstep.keep.checkpoint import open_checkpoint
 from lockstep.keep.host_memory import HostMemory
 from lockstep.keep.save import Saving, write, write_async
@@ -44,7 +46,7 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    step: int,
+    step: int | None = None,
     loader: Resumable | None = None,
     extra: Any = None,
     keep_last: int | None = None,
@@ -53,7 +55,7 @@ def save(
 ) -> Saving | Path:
     """Write a checkpoint into the folder `path`; every worker calls this, and each writes what it owns.
 
-    step: after how many steps this is; the folder has one checkpoint per step.
+    step: after how many steps this is; the folder has one checkpoint per step. If not given, one more than the newest.
     loader: what `lockstep.shard` returned, so that `load` goes on at the next batch.
     extra: anything that JSON can hold (a scheduler's `state_dict()`, say), the same on all workers.
     keep_last: how many checkpoints to keep.
@@ -64,6 +66,8 @@ def save(
     raises CheckpointError, nothing is left behind, and training can go on.
     """
     world = _world(model)
+    if step is None:
+        step = _next_step(Path(path), world)
     state = State(model, optimizer, world.rank, world.size)
     scalars: dict[str, Any] = {}
     for each in world.gather(state.scalars()):
@@ -123,6 +127,14 @@ def _chosen(path: str | PathLike[str], world: World, fall_back: bool) -> Path:
     if isinstance(found, CheckpointError):
         raise found
     return Path(found)
+
+
+def _next_step(folder: Path, world: World) -> int:
+    newest = -1
+    if world.rank == 0:
+        with contextlib.suppress(OSError):
+            newest = max((one.step for one in shelf.standing(folder)), default=-1)
+    return int(world.broadcast(newest)) + 1
 
 
 def _world(model: nn.Module) -> World:

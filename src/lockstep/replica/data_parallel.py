@@ -200,6 +200,8 @@ class DataParallel(nn.Module):
         self.world.release()
         if self._reducer is not None:
             self._reducer.release()
+        if self._zero is not None:
+            self._zero.release()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -38,6 +38,9 @@ class FlatParams(Protocol):
     def done(self, number: int) -> None:
         """Nothing in this pass reads the parameters of bucket `number` any more."""
 
+    def release(self) -> None:
+        """Let go of the group."""
+
     def whole(self) -> Iterator[None]:
         """Until the iterator is closed every worker may read all parameters, and change them as the others do."""
 
@@ -69,6 +72,10 @@ class CommonParams:
 
     def done(self, number: int) -> None:
         """Nothing: there is nothing to release."""
+
+    def release(self) -> None:
+        """Let go of the group."""
+        del self._group
 
     def whole(self) -> Iterator[None]:
         """Everybody works on a copy, since what all do alike must not be done several times; parts count at the end."""
@@ -110,13 +117,14 @@ class KeptParams:
         for flat, spans in self._flats:
             under_way += self._gather(flat, spans)
         for work in under_way:
-            if self._world.device.type == "cpu":
-                self._world.wait(work, "gathering updated parameters")
-            elif work is not None:
-                work.wait()
+            self._world.await_on_device(work, "gathering updated parameters")
 
     def done(self, number: int) -> None:
         """Nothing: everybody keeps everything."""
+
+    def release(self) -> None:
+        """Let go of the group."""
+        del self._group
 
     def whole(self) -> Iterator[None]:
         """They are whole anyway."""

@@ -90,10 +90,7 @@ class Gathered:
             return
         self.ask()
         for work in self._work:
-            if self.flat.device.type == "cpu":
-                self._world.wait(work, "gathering parameters")
-            elif work is not None:
-                work.wait()
+            self._world.await_on_device(work, "gathering parameters")
         self._work = []
         self.is_there = True
         for param, view in zip(self._params, self._views, strict=True):
@@ -110,6 +107,10 @@ class Gathered:
         if not self.flat.untyped_storage().resizable():  # Somebody has it as a numpy array: leave it to him.
             self.flat, self._views = self._new_flat()
         self.flat.untyped_storage().resize_(0)
+
+    def let_go(self) -> None:
+        """Let go of the group."""
+        del self._group
 
     def write_back(self) -> None:
         """Keep what was changed in the gathered parameters."""
@@ -174,6 +175,12 @@ class GatheredParams:
         gathered = self._buckets[number]
         if gathered not in self._of_block[MODEL] and not gathered.has_frozen:
             gathered.release()
+
+    def release(self) -> None:
+        """Let go of the group."""
+        del self._group
+        for gathered in self._buckets:
+            gathered.let_go()
 
     def whole(self) -> Iterator[None]:
         """Gather everything; at the end keep what was changed, and release it."""

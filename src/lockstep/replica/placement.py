@@ -23,6 +23,7 @@ from lockstep.replica.meta import Materials
 from lockstep.replica.part import Part, cut_out
 from lockstep.replica.precision import Precision
 from lockstep.replica.split import Span, are_equal, equal_spans, whole_tensor_spans
+from lockstep.world import World
 
 
 class Placement(Protocol):
@@ -58,6 +59,9 @@ class Placement(Protocol):
 
     def hand_out(self, bucket: Bucket, used: Sequence[bool]) -> None:
         """Make reduced gradients the ones that the optimizer sees; `used` says by parameter whether there is one."""
+
+    def release(self) -> None:
+        """Let go of the group."""
 
     def end(self) -> None:
         """All gradients of the pass have been handed out."""
@@ -102,6 +106,10 @@ class Whole:
             if used[slot.index]:
                 bucket.params[number].grad = bucket.views[number]
 
+    def release(self) -> None:
+        """Let go of the group."""
+        del self._group
+
     def end(self) -> None:
         """Nothing: every worker sees every gradient."""
 
@@ -120,6 +128,7 @@ class Split:
 
     def __init__(
         self,
+        world: World,
         group: dist.ProcessGroup,
         memory: Memory,
         flat_params: FlatParams,
@@ -131,6 +140,7 @@ class Split:
         materials: Materials,
         device: torch.device,
     ) -> None:
+        self._world = world
         self.device = device
         self._materials = materials
         self.blocks = blocks
@@ -222,6 +232,10 @@ class Split:
             for param in bucket.params:
                 param.grad = None
 
+    def release(self) -> None:
+        """Let go of the group."""
+        del self._group
+
     def end(self) -> None:
         """Spread the news of an overflow."""
         if not self.agrees_on_overflow:
@@ -230,7 +244,9 @@ class Split:
         sums = [torch.sum(param.grad, dtype=torch.float32) for param in owned if param.grad is not None]
         total = torch.stack(sums).sum() if sums else torch.zeros((), device=self.device)
         is_finite = torch.isfinite(total).float()
-        dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._group)
+        self._world.await_on_device(
+            dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._group, async_op=True), "looking for overflows"
+        )
         if owned and owned[0].grad is not None:
             # Nothing is added where all is finite, and no worker has to look: 0 * 1 or 0 * inf.
             owned[0].grad.view(-1)[0].add_(0.0 * (1.0 / is_finite))

@@ -104,6 +104,7 @@ class Reducer:
     def release(self) -> None:
         """Let go of the group; nothing can be reduced from here on."""
         del self.group
+        self._placement.release()
 
     # Before the backward pass
 

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,7 @@ class Zero:
         self._materials = Materials(module, device, world.seed)
         memory: Memory = memory_of(group, device)
         self.placement = Split(
+            world,
             group,
             TurnsMemory(memory) if stage >= 2 else memory,
             self._flat_params,
@@ -121,6 +123,15 @@ class Zero:
             for fragment, own in zip(part.fragments, part.params, strict=True)
         ]
 
+    def release(self) -> None:
+        """Let go of the group."""
+        del self._group
+        self._flat_params.release()
+
+    def _reduce(self, value: Tensor, op: Any) -> None:
+        work = dist.all_reduce(value, op, group=self._group, async_op=True)
+        self._world.await_on_device(work, "computing the norm of the gradients")
+
     @property
     def gathers(self) -> bool:
         """Whether parameters are whole only while they are used."""
@@ -140,11 +151,11 @@ class Zero:
         grads = [param.grad for param in self.owned if param.grad is not None]
         mine = nn.utils.get_total_norm(grads, norm_type) if grads else torch.zeros((), device=self._world.device)
         if math.isinf(norm_type):
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)
+            self._reduce(mine, dist.ReduceOp.MAX)
             total = mine
         else:
             powers = mine.double().pow(norm_type)
-            dist.all_reduce(powers, group=self._group)
+            self._reduce(powers, dist.ReduceOp.SUM)
             total = powers.pow(1 / norm_type).to(mine.dtype)
         if error_if_nonfinite and not torch.isfinite(total):
             raise UsageError(f"the gradients' norm is {total.item()}; pass error_if_nonfinite=False to scale anyway.")
