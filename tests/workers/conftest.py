@@ -1,5 +1,10 @@
+import os
+
 import pytest
 from pool import OnBackend, Pool
+
+# torch's store asks for the host's name now and then, which takes 5 s where no name server answers.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="session")
