@@ -251,6 +251,11 @@ def with_masters(world, zero, folder):
     lockstep.load(folder, again, other)
     steps(world, again, other, 3, first=3)
     assert difference(whole_weights(again), expected) == 0
+    state = again.state_dict()
+    again.load_state_dict({name: value + 1 for name, value in state.items()})
+    other.step()  # No gradients: parameters are rounded from the masters again, which must know of the change.
+    changed = whole_weights(again)
+    assert all(abs(changed[name] - expected[name] - 1).max() < 0.01 for name in expected)
     return expected
 
 

@@ -219,10 +219,12 @@ class DataParallel(nn.Module):
 
         Changes made in it are kept if all workers make the same ones. It needs memory for the whole model.
         """
-        if self._zero is None:
+        if self._zero is not None:
+            yield from self._zero.whole_params()
+        else:
             yield
-            return
-        yield from self._zero.whole_params()
+            if self._masters is not None:
+                self._masters.take_back()
 
     @property
     def parts(self) -> list[tuple[nn.Parameter, nn.Parameter, int]] | None:

@@ -67,6 +67,12 @@ class Part:
                 param.grad = self._piece(grads, fragment)
         self._held = None
 
+    def take_back(self) -> None:
+        """What the model computes with was changed by hand: change the masters there, and keep them elsewhere."""
+        if self._computed is not None:
+            is_changed = self._computed != self.own_params.to(self._computed.dtype)
+            self.own_params.copy_(torch.where(is_changed, self._computed.to(self.own_params.dtype), self.own_params))
+
     def publish(self) -> None:
         """Round what the model computes with from the masters."""
         if self._computed is not None:

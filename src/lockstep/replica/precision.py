@@ -62,8 +62,15 @@ class Masters:
             for param, master in self._pairs:
                 param.copy_(master)
 
+    def take_back(self) -> None:
+        """Parameters were changed by hand: change their masters where they were."""
+        with torch.no_grad():
+            for param, master in self._pairs:
+                is_changed = param != master.to(param.dtype)
+                master.copy_(torch.where(is_changed, param.to(master.dtype), master))
+
     def _bring_grads(self) -> None:
         for param, master in self._pairs:
             if param.grad is not None:
-                master.grad = param.grad.to(master.dtype)
+                master.grad = param.grad.to(master.dtype, copy=True)
                 param.grad = None

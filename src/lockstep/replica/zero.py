@@ -139,7 +139,12 @@ class Zero:
 
     def whole_params(self) -> Iterator[None]:
         """See DataParallel."""
-        return self._flat_params.whole()
+        try:
+            yield from self._flat_params.whole()
+        finally:
+            with torch.no_grad():
+                for part in self.placement.parts:
+                    part.take_back()
 
     @property
     def owned(self) -> list[nn.Parameter]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.comm.segment import Segment
 
 HALF_BYTES = 1 << 22
-"""Bytes of one half of one worker's window. Tuned by bench/collectives.py and by DDP in bench/step.py (256 KB to 4 MB)."""
+"""Bytes of one half of one worker's window. Tuned by bench/collectives.py, and by DDP in bench/step.py."""
 LINE = 64
 
 
