@@ -10,7 +10,8 @@ anything is split: 4P/N instead of 4P. The model is a row of equal blocks and th
 count; one bucket (two from zero=2 on) and, where parameters are gathered, two blocks come on top.
 
 C's allocator keeps freed blocks of up to 32 MB for itself, which inflates a process in which many threads allocate,
-as gloo's do. For gloo workers it is told to give blocks of a megabyte back (as MALLOC_MMAP_THRESHOLD_=1048576 would).
+as gloo's do. Where something is split over gloo, DataParallel tells it to give blocks of a megabyte back; for zero=0
+this script does, so that the row shows what is in use.
 
 On the CPU: the peak of the proportional set size of a worker, sampled all the time during the steps, less what it was
 after a few steps of a tiny model. On a GPU: the allocator's peak. The largest over the workers counts. Every stage runs
@@ -86,7 +87,7 @@ def train(options: argparse.Namespace, backend: str, zero: int) -> int:
         os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_HOSTID=os.environ["RANK"])
     torch.set_num_threads(max(1, machine.cores() // options.workers))
     world = lockstep.join(device=options.device, backend=None if backend == "nccl" else backend)
-    if backend == "gloo":
+    if backend == "gloo" and zero == 0:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     x = torch.randn(4, WIDTH, device=world.device)
     _peak(world, options, zero, x, blocks=2)  # Code is loaded when it is first used: that is not what is asked.

@@ -33,6 +33,9 @@ from lockstep.replica.split_optimizer import SplitOptimizer
 from lockstep.world import World
 
 STAGES = (0, 1, 2, 3)
+M_MMAP_THRESHOLD = -3
+"""The number of this setting in C's malloc.h."""
+LARGE_BLOCK_BYTES = 1 << 20
 
 
 def require_stage(zero: object, optimizer: object, precision: object) -> None:
@@ -67,7 +70,8 @@ class Zero:
         self._world, self._group = world, group
         numbers: list[int] = []
         self._flat_params: FlatParams
-        if isinstance(group, ShmGroup):
+        self._shares_memory = isinstance(group, ShmGroup)
+        if self._shares_memory:
             self._flat_params = CommonParams(world, group)
         elif stage < 3:
             self._flat_params = KeptParams(world, group)
@@ -98,7 +102,7 @@ class Zero:
         self._materials.make_rest()
         self._optimizer.point_at(params, self.placement.parts)
         self._optimizer.around_step(self.before_step, self.after_step)
-        _give_back_freed_memory()
+        _give_back_freed_memory(from_now_on=self._world.device.type == "cpu" and not self._shares_memory)
 
     def see_forward(self) -> None:
         """A forward pass begins; under float16 a gradient scaler may decide by the gradients whether to step."""
@@ -167,7 +171,14 @@ class Zero:
         return total
 
 
-def _give_back_freed_memory() -> None:
-    """Whole parameters have just been freed, and C's allocator keeps such memory; the kernel may have it back."""
-    with contextlib.suppress(OSError, AttributeError):  # Other C libraries have no such function.
-        ctypes.CDLL(None).malloc_trim(0)
+def _give_back_freed_memory(*, from_now_on: bool) -> None:
+    """Whole parameters have just been freed, and C's allocator keeps such memory; the kernel may have it back.
+
+    Where buffers come and go in several threads (gloo has its own), it would keep several times what is in use. So
+    `from_now_on` large blocks are given back at once, which costs page faults.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # Other C libraries have no such functions.
+        library = ctypes.CDLL(None)
+        library.malloc_trim(0)
+        if from_now_on:
+            library.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
