@@ -338,6 +338,33 @@ def test_set_epoch_gives_the_order_of_that_epoch(make: Any) -> None:
     assert resumed.epoch == 3
 
 
+@kinds(KINDS, set(KINDS) - {"own generator", "one batch"})
+@pytest.mark.parametrize("given", [1, 2])
+def test_resumes_at_the_next_global_batch_on_another_number_of_workers(make: Any, given: int) -> None:
+    expected = global_batches(make, 1, epochs=2) + global_batches(make, 1, epochs=3)
+    stopped = shard(make(), world=make_world(0, 2))
+    list(stopped)
+    under_way = iter(stopped)
+    for _ in range(given):
+        next(under_way)
+    state = stopped.state_dict()
+    assert state == {"epoch": 1, "batches": given}
+    resumed = [shard(make(), world=make_world(rank, 3)) for rank in range(3)]
+    for loader in resumed:
+        loader.load_state_dict(state)
+    rest = [[list(loader), list(loader)] for loader in resumed]
+    got = [torch.cat(parts).tolist() for epoch in zip(*rest, strict=True) for parts in zip(*epoch, strict=True)]
+    assert got == expected[given:]
+    assert resumed[0].state_dict() == {"epoch": 3, "batches": 0}
+
+
+def test_an_epoch_that_was_left_early_is_over() -> None:
+    loader = shard(DataLoader(Numbers(), 4), world=make_world(0, 2))
+    for _ in loader:
+        break
+    assert loader.state_dict() == {"epoch": 1, "batches": 0}
+
+
 def test_the_order_is_a_function_of_the_seed() -> None:
     def order(seed: int) -> list[int]:
         return torch.cat(list(shard(DataLoader(Numbers(), 4, shuffle=True), world=make_world(seed=seed)))).tolist()

@@ -128,12 +128,11 @@ class ShardedLoader:
                 claim.hold(part.size, part.total)
                 self._num_given += 1
                 yield batch
-            if self._epoch == epoch:
-                self._num_given = 0
         finally:  # Also where the loop was left early, since that closes this generator.
             claim.release()
             if self._epoch == epoch:
                 self._epoch = self._next_epoch
+                self._num_given = 0
 
     def _move(self, batch: Any) -> Any:
         if self._device is None:
