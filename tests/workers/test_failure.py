@@ -13,13 +13,15 @@ import pytest
 
 import lockstep
 
+BACKENDS = ["shm", "gloo"]
+
 
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
-def train(environ, words, timeout, fault, victim):
+def train(environ, words, backend, timeout, fault, victim):
     """Worker: steps without end; the victim has its fault in step 5."""
     import torch
 
@@ -27,7 +29,7 @@ def train(environ, words, timeout, fault, victim):
     errors = os.open(words, os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     torch.set_num_threads(1)
-    world = lockstep.join(timeout=timeout)
+    world = lockstep.join(timeout=timeout, backend=backend)
     net = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
     model = lockstep.DataParallel(net, bucket_cap_mb=0.1)
     for step in range(100000):
@@ -101,18 +103,20 @@ def last_words(processes, words, victim, fault, within_s):
     return lines
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("fault", ["killed", "raised", "left"])
-def test_a_dead_worker_ends_the_others_within_ten_seconds_by_name(start, fault, victim):
-    processes, words = start(3, 600, fault, victim)
+def test_a_dead_worker_ends_the_others_within_ten_seconds_by_name(start, fault, victim, backend):
+    processes, words = start(3, backend, 600, fault, victim)
     for line in last_words(processes, words, victim, fault, within_s=10):
         assert line.startswith("lockstep.errors.WorkerLost")
         assert f"worker {victim} (pid {processes[victim].pid}" in line
         assert re.search(r"reducing bucket \d+ of step 5 \('\d\.(weight|bias)'", line)
 
 
-def test_a_stopped_worker_is_named_at_the_deadline(start):
-    processes, words = start(3, 4, "stopped", 1)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stopped_worker_is_named_at_the_deadline(start, backend):
+    processes, words = start(3, backend, 4, "stopped", 1)
     for line in last_words(processes, words, 1, "stopped", within_s=15):
         assert f"worker 1 (pid {processes[1].pid}" in line and "did not answer" in line
 

@@ -231,7 +231,6 @@ class Reducer:
         try:
             for bucket in self._buckets.all[self._num_launched :]:
                 self._vacate(bucket)
-                bucket.put_waiting(self.weighing.factor)
                 bucket.fill_missing(self.weighing.factor)
                 if bucket is not self._buckets.closing:
                     self._launch(bucket)

@@ -75,11 +75,9 @@ class Collectives:
         start = rank * segment.slice_bytes + offset
         return segment.bytes[start + begin * dtype.itemsize : start + end * dtype.itemsize].view(dtype)
 
-    def _plan(
-        self, locations: Sequence[Location], begin: int, end: int, dtype: torch.dtype, key: object
-    ) -> list[list[Tensor]]:
+    def _plan(self, locations: Sequence[Location], begin: int, end: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Elements `begin` to `end` of everybody's tensor as blocks: for each block, by worker, its memory."""
-        plan_key = (tuple(locations), begin, end, dtype, key)
+        plan_key = (tuple(locations), begin, end, dtype)
         plan = self._plans.get(plan_key)
         if plan is None:
             if len(self._plans) > 256:
@@ -129,7 +127,7 @@ class Collectives:
         self, flat: Tensor, reduce: Reduction, locations: Sequence[Location], call: bytes, spin: bool
     ) -> None:
         begin, end = cut(flat.numel(), self._size, self._rank, flat.itemsize)
-        for block in self._plan(locations, begin, end, flat.dtype, None):
+        for block in self._plan(locations, begin, end, flat.dtype):
             result = block[0]
             reduce(block, result)
             for copy in block[1:]:
@@ -183,7 +181,7 @@ class Collectives:
         locations = [post.source for post in posts]
         if UNSHARED not in locations:
             if self._rank == root:
-                for block in self._plan(locations, 0, flat.numel(), flat.dtype, None):
+                for block in self._plan(locations, 0, flat.numel(), flat.dtype):
                     reduce(block, block[root], out_is=root)
             self._board.meet(call, spin=spin)
             return
@@ -223,7 +221,7 @@ class Collectives:
         before = sum(piece.numel() for piece in pieces[: self._rank])
         if not out.numel():
             return
-        blocks = self._plan(sources, before, before + out.numel(), out.dtype, None)
+        blocks = self._plan(sources, before, before + out.numel(), out.dtype)
         is_own = out.data_ptr() == pieces[self._rank].data_ptr()
         for block, part in zip(blocks, out.split(BLOCK_BYTES // out.itemsize), strict=True):
             reduce(block, part, out_is=self._rank if is_own else -1)
