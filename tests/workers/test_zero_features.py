@@ -266,6 +266,27 @@ def test_master_weights(pool, tmp_path, workers):
         assert difference(weights, results[0]) <= 1e-3  # A rounding of float16 apart, if at all.
 
 
+def weighed_in_half(world, zero):
+    net = nn.Linear(7, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    precision = lockstep.Precision(params=torch.float16, grads=torch.float32, master=torch.float32)
+    model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero, precision=precision)
+    x = torch.linspace(1, 2, 7)[None] * (world.rank + 1)  # Its own gradient.
+    lockstep.backward(model(x).sum(), weight=3 + 2 * world.rank)
+    held = torch.zeros(7)
+    for _, own, offset in model.parts:
+        held[offset : offset + own.numel()] = own.grad
+    return (world.sum(held) if world.size > 1 else held).tolist()
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_half_gradients_are_weighed_in_float32(pool, zero):
+    half = torch.linspace(1, 2, 7)
+    expected = (half.half().float() * 3 + (half * 2).half().float() * 5) / 8
+    for grads in pool.run(2, weighed_in_half, zero):
+        torch.testing.assert_close(torch.tensor(grads), expected, rtol=1e-6, atol=0)
+
+
 def from_nowhere(world, zero):
     with torch.device("meta"):
         net = GPT()

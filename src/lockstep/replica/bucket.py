@@ -68,7 +68,7 @@ class Bucket:
         if self._filled[slot]:
             # A second arrival in one pass (a tied weight under re-entrant checkpointing).
             assert grad is not None
-            view.add_(_dense(grad) * factor)
+            view.add_(_dense(grad).to(view.dtype) * factor)
         else:
             self._filled[slot] = True
             self.num_missing -= 1
@@ -162,8 +162,11 @@ def _scale_into(view: Tensor, grad: Tensor | None, factor: Factor) -> None:
     elif grad is view:
         if not (isinstance(factor, float) and factor == 1.0):
             view.mul_(factor)
-    else:
+    elif grad.dtype == view.dtype:
         torch.mul(_dense(grad), factor, out=view)
+    else:
+        # Not in one call: that would round the product to the gradient's dtype on its way into the wider one.
+        view.copy_(_dense(grad)).mul_(factor)
 
 
 def _dense(grad: Tensor) -> Tensor:
