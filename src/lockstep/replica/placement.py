@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.comm.backend import moves_parts, reduce_scatter
 from lockstep.comm.memory import Memory
+from lockstep.replica import allocator
 from lockstep.replica.bucket import Bucket, Factor
 from lockstep.replica.elementwise import Grain
 from lockstep.replica.flat_params import FlatParams
@@ -163,12 +164,19 @@ class Split:
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Move the parameters into flat memory, and say where the reduction leaves the owned gradients."""
-        for bucket in buckets:
-            if bucket.plan.slots:
-                part = self._take(bucket)
-                own = bucket.flat[part.span.begin : part.span.end]
-                part.own_grads = own if self._keeps_buckets else torch.zeros_like(own)
-                self.parts.append(part)
+        with_grads = [bucket for bucket in buckets if bucket.plan.slots]
+        # All of what stays before anything that goes: in between, it would keep the allocator from giving that back.
+        own_grads = [self._place_for_grads(bucket) for bucket in with_grads]
+        for bucket, own in zip(with_grads, own_grads, strict=True):
+            part = self._take(bucket)
+            allocator.trim()
+            part.own_grads = own
+            self.parts.append(part)
+
+    def _place_for_grads(self, bucket: Bucket) -> Tensor:
+        span = self._spans(bucket.plan)[self._rank]
+        own = bucket.flat[span.begin : span.end]
+        return own if self._keeps_buckets else torch.zeros_like(own)
 
     def _take(self, bucket: Bucket) -> Part:
         """Move a bucket's parameters into flat memory; returns the owned part of them."""

@@ -9,8 +9,6 @@ On one host over shared memory parameters exist once for all workers from stage 
 it would gather and release is never there twice.
 """
 
-import contextlib
-import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from lockstep.comm.memory import Memory, TurnsMemory, memory_of
 from lockstep.comm.shm.group import ShmGroup
 from lockstep.errors import UsageError
+from lockstep.replica import allocator
 from lockstep.replica.blocks import assign, find_blocks
 from lockstep.replica.elementwise import grain_of
 from lockstep.replica.flat_params import CommonParams, FlatParams, KeptParams
@@ -33,9 +32,6 @@ from lockstep.replica.split_optimizer import SplitOptimizer
 from lockstep.world import World
 
 STAGES = (0, 1, 2, 3)
-M_MMAP_THRESHOLD = -3
-"""The number of this setting in C's malloc.h."""
-LARGE_BLOCK_BYTES = 1 << 20
 
 
 def require_stage(zero: object, optimizer: object, precision: object) -> None:
@@ -102,7 +98,9 @@ class Zero:
         self._materials.make_rest()
         self._optimizer.point_at(params, self.placement.parts)
         self._optimizer.around_step(self.before_step, self.after_step)
-        _give_back_freed_memory(from_now_on=self._world.device.type == "cpu" and not self._shares_memory)
+        allocator.trim()
+        if self._world.device.type == "cpu" and not self._shares_memory:
+            allocator.give_back_large_blocks()
 
     def see_forward(self) -> None:
         """A forward pass begins; under float16 a gradient scaler may decide by the gradients whether to step."""
@@ -169,16 +167,3 @@ class Zero:
         if error_if_nonfinite and not torch.isfinite(total):
             raise UsageError(f"the gradients' norm is {total.item()}; pass error_if_nonfinite=False to scale anyway.")
         return total
-
-
-def _give_back_freed_memory(*, from_now_on: bool) -> None:
-    """Whole parameters have just been freed, and C's allocator keeps such memory; the kernel may have it back.
-
-    Where buffers come and go in several threads (gloo has its own), it would keep several times what is in use. So
-    `from_now_on` large blocks are given back at once, which costs page faults.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # Other C libraries have no such functions.
-        library = ctypes.CDLL(None)
-        library.malloc_trim(0)
-        if from_now_on:
-            library.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
