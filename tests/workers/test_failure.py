@@ -21,7 +21,7 @@ def free_port():
         return server.getsockname()[1]
 
 
-def train(environ, words, backend, timeout, fault, victim):
+def train(environ, words, backend, timeout, fault, victim, zero=0):
     """Worker: steps without end; the victim has its fault in step 5."""
     import torch
 
@@ -31,12 +31,15 @@ def train(environ, words, backend, timeout, fault, victim):
     torch.set_num_threads(1)
     world = lockstep.join(timeout=timeout, backend=backend)
     net = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
-    model = lockstep.DataParallel(net, bucket_cap_mb=0.1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    model = lockstep.DataParallel(net, bucket_cap_mb=0.1, optimizer=optimizer, zero=zero)
     for step in range(100000):
         loss = model(torch.ones(2, 200)).square().mean()
         if step == 5 and world.rank == victim:
             fail(fault, net)
         loss.backward()
+        if zero:
+            optimizer.step()
 
 
 def fail(fault, net):
@@ -112,6 +115,15 @@ def test_a_dead_worker_ends_the_others_within_ten_seconds_by_name(start, fault, 
         assert line.startswith("lockstep.errors.WorkerLost")
         assert f"worker {victim} (pid {processes[victim].pid}" in line
         assert re.search(r"reducing bucket \d+ of step 5 \('\d\.(weight|bias)'", line)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_same_where_something_is_split(start, backend, zero):
+    processes, words = start(3, backend, 600, "killed", 1, zero)
+    for line in last_words(processes, words, 1, "killed", within_s=10):
+        assert line.startswith("lockstep.errors.WorkerLost")
+        assert f"worker 1 (pid {processes[1].pid}" in line
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -287,6 +287,46 @@ def test_half_gradients_are_weighed_in_float32(pool, zero):
         torch.testing.assert_close(torch.tensor(grads), expected, rtol=1e-6, atol=0)
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("half-way")
+
+
+def fails_half_way(world, zero, failing_block):
+    torch.manual_seed(3)
+    net = GPT(depth=6).double()
+    optimizer = adamw(net)
+    model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero, bucket_cap_mb=0.01)
+    begins_to_fail = False
+    net.blocks[failing_block].register_forward_pre_hook(
+        lambda _, args: (Fails.apply(*args),) if begins_to_fail else args
+    )
+    outcomes = []
+    for step in range(4):
+        begins_to_fail = step == 2 and world.rank == 1
+        try:
+            steps(world, model, optimizer, 1, first=step)
+        except (ArithmeticError, lockstep.StepVoid) as error:
+            outcomes.append(type(error).__name__)
+            optimizer.zero_grad()
+    return outcomes, whole_weights(model)
+
+
+@pytest.mark.parametrize("block", [0, 3, 5])
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_void_step_changes_nothing(pool, zero, block):
+    (first, weights), (second, others) = pool.run(2, fails_half_way, zero, block)
+    assert (first, second) == (["StepVoid"], ["ArithmeticError"])
+    assert difference(weights, others) == 0
+    (_, expected), _ = pool.run(2, fails_half_way, 0, block)
+    assert difference(weights, expected) <= 1e-12
+
+
 def from_nowhere(world, zero):
     with torch.device("meta"):
         net = GPT()

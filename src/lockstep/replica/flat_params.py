@@ -35,8 +35,14 @@ class FlatParams(Protocol):
     def after_step(self) -> None:
         """The optimizer has changed the owned parts."""
 
-    def done(self, number: int) -> None:
-        """Nothing in this pass reads the parameters of bucket `number` any more."""
+    def done(self, number: int | None) -> None:
+        """Nothing in this pass reads the parameters of bucket `number` any more; of any bucket, if that is None."""
+
+    def end(self) -> None:
+        """A pass has ended, on all workers."""
+
+    def abandon(self) -> None:
+        """The pass in flight has failed on this worker; `done` is still called for the rest of its buckets."""
 
     def release(self) -> None:
         """Let go of the group."""
@@ -70,8 +76,14 @@ class CommonParams:
         """Nobody may read before all parts are updated."""
         dist.barrier(group=self._group)
 
-    def done(self, number: int) -> None:
+    def done(self, number: int | None) -> None:
         """Nothing: there is nothing to release."""
+
+    def end(self) -> None:
+        """Nothing: nothing is gathered in a pass."""
+
+    def abandon(self) -> None:
+        """Nothing: nothing is gathered in a pass."""
 
     def release(self) -> None:
         """Let go of the group."""
@@ -119,8 +131,14 @@ class KeptParams:
         for work in under_way:
             self._world.await_on_device(work, "gathering updated parameters")
 
-    def done(self, number: int) -> None:
+    def done(self, number: int | None) -> None:
         """Nothing: everybody keeps everything."""
+
+    def end(self) -> None:
+        """Nothing: nothing is gathered in a pass."""
+
+    def abandon(self) -> None:
+        """Nothing: nothing is gathered in a pass."""
 
     def release(self) -> None:
         """Let go of the group."""

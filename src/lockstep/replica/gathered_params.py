@@ -11,10 +11,14 @@ The next block is the one that ran next in the last pass. What belongs to no blo
 and stays until the backward pass has ended. The flat tensor keeps its storage object while the memory behind it goes,
 since autograd saves views of it; the parameters themselves look at a single NaN in the meantime, so that whoever reads
 them then sees it, and nobody reads memory that is gone.
+
+Gathering needs every worker. So a worker whose backward pass fails half-way must still take part in what the others
+gather in the rest of theirs, between the same reductions: it repeats what it has noted of the last whole pass.
 """
 
+import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.backend import all_gather, moves_parts
 from lockstep.data import tree
+from lockstep.errors import UsageError
 from lockstep.replica.bucket import view_of
 from lockstep.replica.layout import BucketPlan
 from lockstep.replica.split import Span, are_equal
@@ -32,15 +37,24 @@ MODEL = -1
 """Stands for what belongs to no block."""
 AHEAD = 2
 """How many blocks are held at a time: the one that runs, and the next one on its way."""
+REDUCTION = -1
+"""Stands, among the numbers of gathered buckets, for the reduction of a bucket of gradients."""
 
 
 class Gathered:
     """The flat tensor of one bucket, and the part of it that stays."""
 
     def __init__(
-        self, world: World, group: dist.ProcessGroup, plan: BucketPlan, params: Sequence[Tensor], dtype: torch.dtype
+        self,
+        world: World,
+        group: dist.ProcessGroup,
+        plan: BucketPlan,
+        params: Sequence[Tensor],
+        dtype: torch.dtype,
+        note: Callable[[], None],
     ) -> None:
         self._world, self._group = world, group
+        self._note = note
         self._dtype = dtype
         self._plan, self._params = plan, params
         self.flat, self._views = self._new_flat()
@@ -72,6 +86,7 @@ class Gathered:
         if self.is_asked:
             return
         self.is_asked = True
+        self._note()
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         if moves_parts(self._group) and are_equal(self._spans):
             self._work = [all_gather(self.flat, self.own, self._group)]
@@ -137,6 +152,11 @@ class GatheredParams:
         """Blocks in the order in which they last ran."""
         self._running: list[int] = []
         self._has_callback = False
+        self._sent: list[int] = []
+        """What this pass has gathered and reduced so far, in order."""
+        self._sent_last: list[int] = []
+        """The same of the last whole pass."""
+        self._is_abandoned = False
         module.register_forward_pre_hook(self._hook("_before_model"), prepend=True)
         module.register_forward_hook(self._hook("_after_model"), always_call=True)
         for number, block in enumerate(blocks):
@@ -158,7 +178,8 @@ class GatheredParams:
 
     def place(self, plan: BucketPlan, params: Sequence[Any], spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
         """Move a block's parameters into a flat tensor, keep the owned part of it, and release the rest."""
-        gathered = Gathered(self._world, self._group, plan, params, dtype)
+        note = functools.partial(self._sent.append, len(self._buckets))
+        gathered = Gathered(self._world, self._group, plan, params, dtype, note)
         self._buckets.append(gathered)
         self._of_block[self._block_of[params[0]]].append(gathered)
         return gathered.keep(spans)
@@ -170,8 +191,36 @@ class GatheredParams:
         """What is still gathered is out of date."""
         self._release_all()
 
-    def done(self, number: int) -> None:
+    def end(self) -> None:
+        """This was a whole pass."""
+        self._sent_last = list(self._sent)
+
+    def abandon(self) -> None:
+        """The pass has failed here, and nothing is gathered any more but for the others."""
+        if self._sent != self._sent_last[: len(self._sent)]:
+            raise UsageError(
+                f"worker {self._world.rank}: a backward pass failed here before this worker had seen what a step of "
+                "this model gathers (zero=3), so it cannot keep in step with the others. End this run; its first two "
+                "steps must succeed."
+            )
+        self._is_abandoned = True
+
+    def _repeat(self) -> None:
+        """Gather what the others gather before their next reduction."""
+        while len(self._sent) < len(self._sent_last) and (number := self._sent_last[len(self._sent)]) != REDUCTION:
+            self._buckets[number].ask()
+            self._buckets[number].release()
+
+    def done(self, number: int | None) -> None:
         """All gradients of bucket `number` have arrived: nothing in this pass reads its parameters any more."""
+        if self._is_abandoned:
+            self._repeat()
+        self._sent.append(REDUCTION)
+        if number is None:
+            if self._is_abandoned:
+                self._is_abandoned = False
+                self._release_all()
+            return
         gathered = self._buckets[number]
         if gathered not in self._of_block[MODEL] and not gathered.has_frozen:
             gathered.release()
@@ -203,6 +252,8 @@ class GatheredParams:
     # Forward
 
     def _before_model(self, _inputs: object) -> None:
+        if not _in_backward():
+            self._sent.clear()
         for gathered in self._of_block[MODEL]:
             gathered.ask()
         self._ask_for(self._order[0] if self._order else None)

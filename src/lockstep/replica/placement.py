@@ -67,6 +67,9 @@ class Placement(Protocol):
     def end(self) -> None:
         """All gradients of the pass have been handed out."""
 
+    def abandon(self) -> None:
+        """The pass in flight has failed on this worker; the rest of its buckets is sent all the same."""
+
     def add(self, param: Tensor, index: int, has_place: bool, grad: Tensor) -> None:
         """Add the reduced gradient of a parameter that no bucket could take in time."""
 
@@ -113,6 +116,9 @@ class Whole:
 
     def end(self) -> None:
         """Nothing: every worker sees every gradient."""
+
+    def abandon(self) -> None:
+        """Nothing: there is nothing but buckets to send."""
 
     def add(self, param: Tensor, index: int, has_place: bool, grad: Tensor) -> None:
         """To the parameter's own gradient."""
@@ -212,8 +218,7 @@ class Split:
     def send(self, bucket: Bucket) -> Any:
         """Reduce-scatter, or all-reduce where that cannot be or is better; all-reduce for the notes."""
         part = self._part(bucket)
-        if part is not None:
-            self._flat_params.done(bucket.place)
+        self._flat_params.done(bucket.place if part is not None else None)
         if part is None or not self._scatters(part):
             return dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         assert part.own_grads is not None
@@ -246,6 +251,7 @@ class Split:
 
     def end(self) -> None:
         """Spread the news of an overflow."""
+        self._flat_params.end()
         if not self.agrees_on_overflow:
             return
         owned = [param for part in self.parts for param in part.params if param.grad is not None]
@@ -258,6 +264,10 @@ class Split:
         if owned and owned[0].grad is not None:
             # Nothing is added where all is finite, and no worker has to look: 0 * 1 or 0 * inf.
             owned[0].grad.view(-1)[0].add_(0.0 * (1.0 / is_finite))
+
+    def abandon(self) -> None:
+        """Go on gathering what the others gather."""
+        self._flat_params.abandon()
 
     def add(self, param: Tensor, index: int, has_place: bool, grad: Tensor) -> None:
         """To the fragments."""

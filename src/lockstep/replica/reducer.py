@@ -266,6 +266,7 @@ class Reducer:
             return
         self._armed = None
         try:
+            self._placement.abandon()
             self._notes.write(0.0, unused=(), changed=(), explicit=False, void=True)
             self._launch_rest()
             self._await_all()
