@@ -11,7 +11,7 @@ from test_failure import free_port
 
 import lockstep
 
-KILLS = 16
+KILLS = int(os.environ.get("KILLS", "6"))
 
 
 def build():

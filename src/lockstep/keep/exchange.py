@@ -28,6 +28,9 @@ from lockstep.keep.part import Report
 PATIENCE_AT_EXIT = timedelta(seconds=30)
 """Silence after which peers count as gone once this worker's script has ended: then nothing else tells of them."""
 
+PATIENCE_AFTER_LOSS = timedelta(seconds=2)
+"""The same once a worker is known to be gone."""
+
 HEARING = timedelta(seconds=30)
 """Worker 0 keeps the letters for so long for workers that have reported and do not seem to hear the verdict."""
 
@@ -81,12 +84,20 @@ class Letters:
     others wait for worker 0 twice as long, so that it is the one to say who is missing.
     """
 
-    def __init__(self, workplace: Path, rank: int, size: int, patience: timedelta) -> None:
+    def __init__(
+        self,
+        workplace: Path,
+        rank: int,
+        size: int,
+        patience: timedelta,
+        has_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._workplace = workplace
         self._letters = shelf.letters_of(workplace)
         self._rank = rank
         self._size = size
         self._patience = patience if rank == 0 else 2 * patience
+        self._has_lost = has_lost
 
     def reports(self, report: Report) -> list[Report]:
         """Leave this worker's report; worker 0 waits for everybody's. Raises CheckpointError naming who is silent."""
@@ -152,6 +163,8 @@ class Letters:
             patience = min(limit or self._patience, self._patience)
             if not threading.main_thread().is_alive():
                 patience = min(patience, PATIENCE_AT_EXIT)
+            if self._has_lost():
+                patience = min(patience, PATIENCE_AFTER_LOSS)
             if time.monotonic() - since > patience.total_seconds():
                 raise CheckpointError(
                     f"no checkpoint: {why()}, and nothing has happened for {patience}. It may have ended, or its disk "

@@ -25,7 +25,7 @@ By letters (see `exchange`) nothing in a thread waits for a collective, so train
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from os import PathLike, fsync
@@ -75,11 +75,13 @@ def write_async(
     keep_last: int | None = None,
     memory: HostMemory | None = None,
     patience: timedelta = DEFAULT_PATIENCE,
+    has_lost: Callable[[], bool] = lambda: False,
 ) -> "Saving":
     """As `write`, but return as soon as the pieces are copied, while a thread does the rest.
 
     memory: where the copies go. Keep one and give it to every save; a save that still uses it is waited for.
     patience: how long the folder may be without any change before silent workers are given up.
+    has_lost: whether a worker is known to be gone; then silence is not borne for long.
 
     Arguments that cannot be right raise here. What fails later is raised by `Saving.wait`. A script that ends waits
     for its saves.
@@ -96,17 +98,16 @@ def write_async(
     except BaseException:
         memory.release()
         raise
-    return Saving(plan, copies, memory, patience)
+    return Saving(plan, copies, memory, Letters(plan.workplace, plan.rank, plan.size, patience, has_lost))
 
 
 class Saving:
     """A checkpoint that is being written by a thread."""
 
-    def __init__(self, plan: Plan, copies: Sequence[Piece], memory: HostMemory, patience: timedelta) -> None:
+    def __init__(self, plan: Plan, copies: Sequence[Piece], memory: HostMemory, letters: Letters) -> None:
         self.step = plan.step
         """The step whose state is being saved."""
         self._result = _Result(plan.step)
-        letters = Letters(plan.workplace, plan.rank, plan.size, patience)
         # Not a daemon: a script that ends without waiting still gets its last checkpoint.
         self._thread = threading.Thread(
             target=_run, args=(self._result, plan, copies, memory, letters), name=f"lockstep-save-{plan.step}"

@@ -80,7 +80,14 @@ def save(
     if wait:
         return write(path, step=step, pieces=state.pieces(), tree=tree, world=world, keep_last=keep_last)
     return write_async(
-        path, step=step, pieces=state.pieces(), tree=tree, world=world, keep_last=keep_last, memory=memory
+        path,
+        step=step,
+        pieces=state.pieces(),
+        tree=tree,
+        world=world,
+        keep_last=keep_last,
+        memory=memory,
+        has_lost=lambda: world.peers.broken,
     )
 
 
