@@ -52,5 +52,5 @@ def test_buckets_leave_in_the_order_in_which_they_fill(specs):
 
 
 def test_aligned():
-    assert [aligned(n, torch.float32) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
-    assert aligned(1, torch.bfloat16) == 32
+    assert [aligned(n, torch.float32) for n in (0, 1, 16, 17)] == [0, 32, 32, 32]
+    assert aligned(1, torch.bfloat16) == 64

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         LaunchError,
         LockstepError,
         ModelMismatch,
+        ReplicaDiffers,
         StepVoid,
         UsageError,
         WorkerFailed,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from lockstep.replica.precision import Precision
     from lockstep.start.function import launch
     from lockstep.train.learning_rate import scale_lr
+    from lockstep.train.trainer import Trainer
     from lockstep.world import World, join
 
 __version__ = "0.1.0"
@@ -42,8 +44,10 @@ __all__ = [
     "LockstepError",
     "ModelMismatch",
     "Precision",
+    "ReplicaDiffers",
     "StepVoid",
     "SyncBatchNorm",
+    "Trainer",
     "UsageError",
     "WorkerFailed",
     "WorkerLost",
@@ -61,6 +65,7 @@ _HOMES = {
     "DataParallel": "replica.data_parallel",
     "Precision": "replica.precision",
     "SyncBatchNorm": "replica.batch_norm",
+    "Trainer": "train.trainer",
     "World": "world",
     "backward": "replica.backward",
     "join": "world",

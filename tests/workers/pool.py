@@ -38,7 +38,7 @@ def _serve(connection, parent_path):
 class Pool:
     """Up to `size` workers; `run(n, function, *args)` calls `function(world, *args)` on n of them."""
 
-    def __init__(self, size=4):
+    def __init__(self, size=8):
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "numpy", "lockstep"])

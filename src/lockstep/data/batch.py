@@ -24,6 +24,14 @@ def move(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
     return tree.rebuild(batch, [move(child, device, non_blocking=non_blocking) for child in held])
 
 
+def own(batch: Any) -> Any:
+    """`batch` with tensors of its own instead of views of others': kernels may round by where a tensor lies."""
+    if isinstance(batch, Tensor):
+        return batch.clone() if batch._is_view() else batch
+    held = tree.children(batch)
+    return batch if held is None else tree.rebuild(batch, [own(child) for child in held])
+
+
 # --- A batch of no samples ---
 
 

@@ -1,6 +1,7 @@
 """`lockstep.save` and `lockstep.load`: a training run, to go on with on any number of workers."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -98,11 +99,13 @@ def load(
     *,
     loader: Resumable | None = None,
     fall_back: bool = False,
+    check: Callable[[object, Any], None] | None = None,
 ) -> Resumed:
     """Set model, optimizer and loader to what the newest checkpoint in `path` has; every worker calls this.
 
     The number of workers and `zero` may differ from those it was saved with. `path` may also be one checkpoint of a
-    folder. A damaged one raises CheckpointError naming the file; with `fall_back` the one before it is used.
+    folder. A damaged one raises CheckpointError naming the file; with `fall_back` the one before it is used. `check` is
+    called with the checkpoint's path and its `extra` before anything is changed, and may raise.
     """
     world = _world(model)
     checkpoint = open_checkpoint(_chosen(path, world, fall_back))
@@ -111,6 +114,8 @@ def load(
         stored = tree.get("optimizer") if isinstance(tree, dict) else None
         if not isinstance(stored, dict):
             raise CheckpointError(f"{checkpoint.path} was not written by lockstep.save. Read it with lockstep.keep.")
+        if check is not None:
+            check(checkpoint.path, tree["extra"])
         if isinstance(model, DataParallel):
             model.before_load()
         State(model, optimizer, world.rank, world.size).restore(checkpoint, stored["scalars"], stored["groups"])

@@ -24,12 +24,18 @@ Launch = Callable[["Bucket"], Any]
 class Bucket:
     """One flat buffer: its views have the shapes and strides of their parameters."""
 
-    def __init__(self, place: int, plan: BucketPlan, params: Sequence[Tensor], flat: Tensor) -> None:
+    def __init__(
+        self, place: int, plan: BucketPlan, params: Sequence[Tensor], memory: Tensor, num_lanes: int = 1
+    ) -> None:
         self.place = place
         """Number in the launch order."""
         self.plan = plan
         self.params = [params[slot.index] for slot in plan.slots]
-        self.flat = flat
+        self.indices = [slot.index for slot in plan.slots]
+        """Numbers of the parameters, in the order of their slots."""
+        self.lanes = memory.view(num_lanes, plan.numel)
+        """One row for each sum that this worker sends; the last is the buffer itself."""
+        self.flat = self.lanes[-1]
         self.flat_grads = self.flat[: plan.tail_offset]
         self.tail = self.flat[plan.tail_offset :]
         self.views = [_view(self.flat, slot.offset, slot.numel, param) for slot, param in self._pairs()]
@@ -38,6 +44,10 @@ class Bucket:
         self.work: Any = None
         self.is_launched = self.is_settled = False
         self.reset()
+
+    def views_of_lane(self, lane: int) -> list[Tensor]:
+        """The slots of a lane, as `views` are those of the last one."""
+        return [_view(self.lanes[lane], slot.offset, slot.numel, param) for slot, param in self._pairs()]
 
     def _pairs(self) -> Any:
         return zip(self.plan.slots, self.params, strict=True)
@@ -140,12 +150,12 @@ def _view(flat: Tensor, offset: int, numel: int, param: Tensor) -> Tensor:
     piece = flat[offset : offset + numel]
     if param.is_complex():
         piece = torch.view_as_complex(piece.view(-1, 2))
-    if _is_dense(param):
+    if is_dense(param):
         return piece.as_strided(param.size(), param.stride(), piece.storage_offset())
     return piece.view(param.shape)
 
 
-def _is_dense(param: Tensor) -> bool:
+def is_dense(param: Tensor) -> bool:
     """Whether the strides, in some order of the dimensions, cover the memory without gaps or overlap."""
     expected = 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):

@@ -61,9 +61,10 @@ class Buckets:
         self.all.clear()  # Frees the old ones before the new ones are made, where no gradient holds them.
         self._save_grads()
         self.places = [None] * len(self._params)
-        flats = self._memory.lay_out([_request(plan) for plan in plans])
-        for place, (plan, flat) in enumerate(zip(plans, flats, strict=True)):
-            bucket = Bucket(place, plan, self._params, flat)
+        num_lanes = self._placement.reduction.num_lanes
+        stretches = self._memory.lay_out([_request(plan, num_lanes) for plan in plans])
+        for place, (plan, memory) in enumerate(zip(plans, stretches, strict=True)):
+            bucket = Bucket(place, plan, self._params, memory, num_lanes)
             self.all.append(bucket)
             bucket.previous = self._before(bucket)
             for number, slot in enumerate(plan.slots):
@@ -132,5 +133,5 @@ class Buckets:
         return specs
 
 
-def _request(plan: layout.BucketPlan) -> Request:
-    return Request(plan.numel, plan.dtype, plan.device)
+def _request(plan: layout.BucketPlan, num_lanes: int = 1) -> Request:
+    return Request(plan.numel * num_lanes, plan.dtype, plan.device)

@@ -27,6 +27,8 @@ from lockstep.replica.meta import Materials, has_meta
 from lockstep.replica.placement import Whole
 from lockstep.replica.precision import Masters, Precision, cast
 from lockstep.replica.reducer import Reducer
+from lockstep.replica.reduction import BucketReduction, Fast
+from lockstep.replica.shards import Shards
 from lockstep.replica.uneven import Uneven
 from lockstep.replica.zero import Zero, require_stage
 from lockstep.world import World, join
@@ -84,6 +86,7 @@ class DataParallel(nn.Module):
 
     precision: `lockstep.Precision(params=..., grads=..., master=...)`: compute in one dtype, reduce in another, update
         master weights in a third; with zero=1 to 3.
+    shards: `Trainer` uses this, to have everything added along one tree.
     blocks: with zero=3, the submodules whose parameters are gathered and released together, by name or by class; if
         not given, the members of lists of like modules.
 
@@ -118,6 +121,7 @@ class DataParallel(nn.Module):
         zero: int = 0,
         blocks: Sequence[str | type[nn.Module]] | None = None,
         precision: Precision | None = None,
+        shards: Shards | None = None,
     ) -> None:
         super().__init__()
         _require_module(module)
@@ -140,30 +144,40 @@ class DataParallel(nn.Module):
         if self.world.size > 1:
             assert self.world.group is not None
             group = reduction_group(self.world.group, device)
+            reduction: BucketReduction = Fast(group)
+            if shards is not None:
+                reduction = shards.open(self.world, group, device, params, owners) or reduction
             if zero and optimizer is not None:
-                self._zero = Zero(self.world, group, module, params, device, optimizer, zero, blocks, precision)
+                self._zero = Zero(
+                    self.world, group, module, params, device, optimizer, zero, blocks, precision, reduction
+                )
             if init_sync:
                 _start_equal(self.world, names, params, owners, with_buffers=broadcast_buffers is not False)
             keeps_buffers = broadcast_buffers is not False and forward_sync_buffers is not False
-            buffers = Buffers(self.world, [o for o in owners if not _is_equal_anyway(*o)] if keeps_buffers else [])
+            kept = [owner for owner in owners if not _is_equal_anyway(*owner)] if keeps_buffers else []
+            buffers = shards.buffers if shards is not None else Buffers(self.world, kept)
+            all_trained = self._zero is not None or shards is not None
             self._reducer = Reducer(
                 self.world,
                 names,
                 params,
-                trained=list(range(len(params))) if self._zero else _trained_anywhere(self.world, params),
-                sparse_params=frozenset() if self._zero else _sparse(module, params),
+                trained=list(range(len(params))) if all_trained else _trained_anywhere(self.world, params),
+                sparse_params=frozenset() if all_trained else _sparse(module, params),
                 buffers=buffers,
                 bucket_cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
                 group=group,
-                placement=self._zero.placement if self._zero else Whole(group, memory_of(group, device), device),
+                placement=self._zero.placement if self._zero else Whole(reduction, memory_of(group, device), device),
+                partials=shards.partials if shards is not None else None,
             )
             if self._zero is not None:
                 self._zero.take_over(params)
-                buffers.see()
+            buffers.see()
             if self._ddp_precision is not None and self._ddp_precision.reduce_dtype is not None:
                 self.register_comm_hook((self._reducer.group, self._ddp_precision.reduce_dtype), reduce_in)
         elif precision is not None and optimizer is not None:
             self._masters = Masters(params, optimizer, precision)
+        if self.world.size == 1 and shards is not None:
+            shards.open(self.world, None, device, params, owners)
         seeds.diverge(self.world.seed, self.world.rank)
         self.world.replicas.add(self)
 
@@ -212,6 +226,41 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    # What Trainer needs besides.
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are gathered when they are used, so that all workers must run as many passes."""
+        return self._zero is not None and self._zero.gathers
+
+    def expect_overflows(self) -> None:
+        """A gradient scaler will decide by the gradients whether to step: let all workers see the same overflows."""
+        if self._zero is not None:
+            self._zero.placement.agrees_on_overflow = True
+
+    @contextlib.contextmanager
+    def sending_nothing(self) -> Iterator[None]:
+        """A block whose pass takes part in everything, and adds zero."""
+        assert self._reducer is not None
+        self._reducer.weighing.withdraw()
+        try:
+            yield
+        finally:
+            self._reducer.weighing.factor = 1.0
+
+    def finish_without_pass(self) -> None:
+        """End a step without a backward pass on this worker; nothing to do on a lone one."""
+        if self._reducer is not None:
+            self._reducer.finish_without_pass()
+
+    def abandon(self) -> None:
+        """Make the step in flight void on all workers, since this one's pass has failed.
+
+        Where parameters are gathered that is possible in the pass that sends, and not in one before it.
+        """
+        if self._reducer is not None and (self.require_backward_grad_sync or not self.gathers):
+            self._reducer.abandon()
 
     @contextlib.contextmanager
     def whole_params(self) -> Iterator[None]:

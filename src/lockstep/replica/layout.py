@@ -2,7 +2,7 @@
 
 Buckets are filled in the order in which gradients are expected, one open bucket per device and dtype: the first of
 each kind small, so that the first message leaves early, and the last ones too, so that little is left to wait for.
-Every tensor starts on a 64-byte boundary. The last bucket to be launched closes the step: it also carries a tail of
+Every tensor starts on a 128-byte boundary. The last bucket to be launched closes the step: it also carries a tail of
 numbers about the step itself.
 """
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = 128
+"""Two of the widest vectors: torch's loops take two at a time, and what is left over goes another way."""
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """What torch DDP uses too."""
@@ -72,7 +73,7 @@ class BucketPlan:
 
 
 def aligned(numel: int, dtype: torch.dtype) -> int:
-    """`numel` rounded up so that what follows starts on a 64-byte boundary."""
+    """`numel` rounded up so that what follows starts on a 128-byte boundary."""
     step = max(1, ALIGNMENT_BYTES // dtype.itemsize)
     return -(-numel // step) * step
 
@@ -91,7 +92,7 @@ def plan(
 
     The last bucket carries a tail of `tail_numel` elements; it is one without gradients where `tail_alone` asks
     for it or where the last bucket's dtype cannot count exactly. Gradients end where `parts` equal parts of them
-    begin on 64-byte boundaries.
+    begin on 128-byte boundaries.
     """
     groups = _fill(specs, first_cap_bytes, cap_bytes, share_of_rest)
     last_arrival = {spec.index: place for place, spec in enumerate(specs)}

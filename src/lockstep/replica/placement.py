@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.backend import moves_parts, reduce_scatter
 from lockstep.comm.memory import Memory
 from lockstep.replica import allocator
 from lockstep.replica.bucket import Bucket, Factor
@@ -23,7 +22,8 @@ from lockstep.replica.layout import BucketPlan
 from lockstep.replica.meta import Materials
 from lockstep.replica.part import Part, cut_out
 from lockstep.replica.precision import Precision
-from lockstep.replica.split import Span, are_equal, equal_spans, whole_tensor_spans
+from lockstep.replica.reduction import BucketReduction
+from lockstep.replica.split import Span, whole_tensor_spans
 from lockstep.world import World
 
 
@@ -32,6 +32,8 @@ class Placement(Protocol):
 
     memory: Memory
     """Where buckets lie."""
+    reduction: BucketReduction
+    """How they are added."""
     num_parts: int
     """Into how many equal parts a bucket must fall."""
     is_fixed: bool
@@ -82,8 +84,8 @@ class Whole:
     blocks: Sequence[int] = ()
     grads_dtype: torch.dtype | None = None
 
-    def __init__(self, group: dist.ProcessGroup, memory: Memory, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, reduction: BucketReduction, memory: Memory, device: torch.device) -> None:
+        self.reduction = reduction
         self.memory = memory
         self.device = device
 
@@ -95,7 +97,7 @@ class Whole:
 
     def send(self, bucket: Bucket) -> Any:
         """All-reduce."""
-        return dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        return self.reduction.all_reduce(bucket)
 
     def settle(self, bucket: Bucket) -> None:
         """Nothing: a bucket keeps its memory."""
@@ -112,7 +114,7 @@ class Whole:
 
     def release(self) -> None:
         """Let go of the group."""
-        del self._group
+        self.reduction.release()
 
     def end(self) -> None:
         """Nothing: every worker sees every gradient."""
@@ -137,6 +139,7 @@ class Split:
         self,
         world: World,
         group: dist.ProcessGroup,
+        reduction: BucketReduction,
         memory: Memory,
         flat_params: FlatParams,
         grain: Grain,
@@ -158,8 +161,8 @@ class Split:
         self._flat_params = flat_params
         self._grain = grain
         self.memory = memory
-        self._moves_parts = moves_parts(group)
-        self.num_parts = group.size()
+        self.reduction = reduction
+        self.num_parts = reduction.num_parts
         self._keeps_buckets = keeps_buckets
         """Whether a bucket's memory is its own; else only the owned gradients stay."""
         self.parts: list[Part] = []
@@ -207,8 +210,8 @@ class Split:
         return {slot.index: list(each.shape) for slot, each in zip(bucket.plan.slots, real, strict=True)}
 
     def _spans(self, plan: BucketPlan) -> list[Span]:
-        cut = equal_spans if self._grain is Grain.ELEMENT else whole_tensor_spans
-        return cut(plan, self.num_parts)
+        cut = self.reduction.cut if self._grain is Grain.ELEMENT else whole_tensor_spans
+        return cut(plan, self._group.size())
 
     def begin(self) -> None:
         """Keep what earlier passes left."""
@@ -220,9 +223,9 @@ class Split:
         part = self._part(bucket)
         self._flat_params.done(bucket.place if part is not None else None)
         if part is None or not self._scatters(part):
-            return dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            return self.reduction.all_reduce(bucket)
         assert part.own_grads is not None
-        return reduce_scatter(part.own_grads, bucket.flat, self._group)
+        return self.reduction.reduce_scatter(bucket, part.spans, part.own_grads)
 
     def settle(self, bucket: Bucket) -> None:
         """Keep the owned part."""
@@ -247,6 +250,7 @@ class Split:
 
     def release(self) -> None:
         """Let go of the group."""
+        self.reduction.release()
         del self._group
 
     def end(self) -> None:
@@ -276,7 +280,7 @@ class Split:
         param.grad = None
 
     def _scatters(self, part: Part) -> bool:
-        return self._moves_parts and are_equal(part.spans)
+        return self.reduction.scatters(part.spans)
 
     def _part(self, bucket: Bucket) -> Part | None:
         return self.parts[bucket.place] if bucket.place < len(self.parts) else None

@@ -21,6 +21,7 @@ next pass on the plan has a place for them.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,8 +37,10 @@ from lockstep.replica.buckets import Buckets
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.hook import CommHook
 from lockstep.replica.notes import Notes, tail_numel
+from lockstep.replica.partials import Partials
 from lockstep.replica.placement import Placement
-from lockstep.replica.weighing import Weighing
+from lockstep.replica.shard_buffers import ShardBuffers
+from lockstep.replica.weighing import Unweighed, Weighing
 from lockstep.world import World
 
 
@@ -52,10 +55,11 @@ class Reducer:
         *,
         trained: Sequence[int],
         sparse_params: frozenset[int],
-        buffers: Buffers,
+        buffers: Buffers | ShardBuffers,
         bucket_cap_bytes: int,
         group: dist.ProcessGroup,
         placement: Placement,
+        partials: Partials | None = None,
     ) -> None:
         self._world = world
         self._names = names
@@ -64,7 +68,10 @@ class Reducer:
         self._buffers = buffers
         self.group = group
         self._placement = placement
-        self.weighing = Weighing(world.size)
+        self._partials = partials
+        """Sums of earlier shards, where all is added along a tree: then also no gradient may come too late for its
+        bucket, since it would be added in another order."""
+        self.weighing = Weighing(world.size) if partials is None else Unweighed()
         self.is_joining = False
         """Whether workers may run out of batches at different steps."""
         self.is_uneven = False
@@ -184,6 +191,8 @@ class Reducer:
 
     def _launch_full(self) -> None:
         """Launch, in turn, the buckets that are full; not the one that closes the step."""
+        if self._partials is not None and self._observed is not None:
+            return  # Gradients that come in portions show themselves in the first step.
         while self._num_launched < len(self._buckets.all) - 1:
             bucket = self._buckets.all[self._num_launched]
             if bucket.num_missing:
@@ -204,6 +213,8 @@ class Reducer:
         self._num_launched += 1
         self._vacate(bucket)
         bucket.put_waiting(self.weighing.factor)
+        if self._partials is not None:
+            self._partials.complete(bucket)
         bucket.launch(self._send)
         if self._world.events:
             self._world.events.emit(Kind.LAUNCHED, self.step, bucket.place, bucket.num_bytes)
@@ -224,8 +235,17 @@ class Reducer:
     def finish(self) -> None:
         """The backward pass has ended: send the rest, wait, hand out. Called by the engine."""
         self._armed = None
-        if not self._has_arrived:
-            return  # A pass that reached no parameter, as torch.autograd.grad with respect to inputs.
+        if self._has_arrived:  # Else a pass that reached no parameter, as torch.autograd.grad for inputs.
+            self._finish()
+
+    def finish_without_pass(self) -> None:
+        """End a step in which this worker's last shard has no samples."""
+        if self._buckets.is_due:
+            self._renew_buckets()
+        self._placement.begin()
+        self._finish()
+
+    def _finish(self) -> None:
         if self._world.events:
             self._world.events.emit(Kind.WAITING, self.step)
         try:
@@ -262,9 +282,14 @@ class Reducer:
 
     def _abandon_broken_pass(self) -> None:
         """Make a step void whose backward pass failed here, so that nobody waits for it or uses it."""
-        if self._armed is None or self._armed() is not None:
-            return
+        if self._armed is not None and self._armed() is None:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Make the step in flight void on all workers: this one cannot do its part."""
         self._armed = None
+        if self._buckets.is_due:
+            self._renew_buckets()
         try:
             self._placement.abandon()
             self._notes.write(0.0, unused=(), changed=(), explicit=False, void=True)
@@ -386,6 +411,13 @@ class Reducer:
     def _extra_round(self) -> dict[int, Tensor]:
         """Reduce, now, what no bucket took on some worker; from the next pass on it has a place in the plan."""
         indices = sorted(set().union(*self._world.gather(self._extra)))
+        if self._partials is not None:
+            names = ", ".join(repr(self._names[index]) for index in indices[:3])
+            raise UsageError(
+                f"worker {self._world.rank}: the gradient of {names} came in portions in step {self.step}, and not in "
+                "the first step, so it cannot be added in the order that gives the same bits on any number of workers. "
+                "Use torch.utils.checkpoint with use_reentrant=False."
+            )
         reduced: dict[int, Tensor] = {}
         for bucket in self._buckets.temporary(indices):
             for number, slot in enumerate(bucket.plan.slots):
@@ -412,7 +444,11 @@ class Reducer:
         """After the first step: expect gradients in the order in which worker 0 saw them."""
         if self._observed is None:
             return
-        self._buckets.expect(self._world.broadcast(self._observed))
+        observed = self._world.broadcast(self._observed)
+        self._buckets.expect(observed)
+        in_portions = [index for index, count in Counter(observed).items() if count > 1]
+        if self._partials is not None and in_portions:
+            self._buckets.make_room_for(in_portions)
         self._observed = None
 
     def _reset(self) -> None:
@@ -423,6 +459,8 @@ class Reducer:
         self._expects_pass = False
         self._touched.clear()
         self._extra.clear()
+        if self._partials is not None:
+            self._partials.clear()
 
 
 def _talk_through_memory(world: World) -> bool:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from lockstep.replica.layout import BucketPlan
 
+UNIT_NUMEL = 65536
+"""Elements in a unit of a tensor, the last one aside: torch's multi-tensor kernels take as many at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -45,8 +48,24 @@ def equal_spans(plan: BucketPlan, size: int) -> list[Span]:
 
 
 def whole_tensor_spans(plan: BucketPlan, size: int) -> list[Span]:
-    """Spans that end where tensors end: each cut is the tensor's border that is nearest to the equal one."""
-    borders = [slot.offset for slot in plan.slots] + [plan.tail_offset]
+    """Spans that end where tensors end."""
+    return _spans_between([slot.offset for slot in plan.slots], plan, size)
+
+
+def unit_spans(plan: BucketPlan, size: int) -> list[Span]:
+    """Spans that hold whole units of tensors: what one holds of a tensor begins at a multiple of UNIT_NUMEL of it.
+
+    So whatever is computed unit by unit comes out the same for any number of workers and any layout.
+    """
+    borders = [
+        offset for slot in plan.slots for offset in range(slot.offset, slot.offset + max(slot.numel, 1), UNIT_NUMEL)
+    ]
+    return _spans_between(borders, plan, size)
+
+
+def _spans_between(borders: Sequence[int], plan: BucketPlan, size: int) -> list[Span]:
+    """Spans that begin at `borders`: each cut is the border that is nearest to the equal one."""
+    borders = [*borders, plan.tail_offset]
     cuts = [0]
     for rank in range(1, size):
         wanted = plan.tail_offset * rank // size

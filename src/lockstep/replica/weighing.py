@@ -82,6 +82,19 @@ class Weighing:
             torch._foreach_mul_(grads, before / self.factor)
 
 
+class Unweighed(Weighing):
+    """For gradients that are to be added as they are: their losses have been weighed."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def begin(self, now: Weight | None, accumulated: Iterable[Tensor]) -> None:
+        """Nothing: all weigh one."""
+
+    def settle(self, counted: Tensor, *, is_explicit: bool, is_uneven: bool) -> None:
+        """Nothing: sums are the result."""
+
+
 def _share(value: Factor, total: Factor) -> Factor:
     """`value / total` as a number where the host has both, as a tensor on the value's device else; 0 of nothing."""
     if isinstance(value, Tensor) and value.device.type == "cpu":

@@ -28,6 +28,7 @@ from lockstep.replica.gathered_params import GatheredParams
 from lockstep.replica.meta import Materials
 from lockstep.replica.placement import Split
 from lockstep.replica.precision import Precision
+from lockstep.replica.reduction import BucketReduction
 from lockstep.replica.split_optimizer import SplitOptimizer
 from lockstep.world import World
 
@@ -62,6 +63,7 @@ class Zero:
         stage: int,
         blocks: Sequence[str | type[nn.Module]] | None,
         precision: Precision | None,
+        reduction: BucketReduction,
     ) -> None:
         self._world, self._group = world, group
         numbers: list[int] = []
@@ -80,6 +82,7 @@ class Zero:
         self.placement = Split(
             world,
             group,
+            reduction,
             TurnsMemory(memory) if stage >= 2 else memory,
             self._flat_params,
             grain_of(optimizer, device),
@@ -138,6 +141,11 @@ class Zero:
     def gathers(self) -> bool:
         """Whether parameters are whole only while they are used."""
         return isinstance(self._flat_params, GatheredParams)
+
+    @property
+    def keeps_whole_params(self) -> bool:
+        """Whether every worker has a copy of all parameters between the steps."""
+        return isinstance(self._flat_params, KeptParams)
 
     def whole_params(self) -> Iterator[None]:
         """See DataParallel."""

@@ -17,7 +17,7 @@ All tensors here are flat and contiguous.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -133,6 +133,56 @@ class Collectives:
             for copy in block[1:]:
                 copy.copy_(result)
         self._board.meet(call, spin=spin)
+
+    def add_along(
+        self,
+        lanes: Tensor,
+        contributions: Sequence[tuple[int, int]],
+        add: Callable[[Sequence[Tensor], Tensor], None],
+        cuts: Sequence[tuple[int, int]],
+        out: Tensor | None,
+        *,
+        spin: bool,
+    ) -> None:
+        """Add what the others have in their lanes over this worker's part of `cuts`; into `out`, or everybody's last.
+
+        lanes: a matrix in a shared segment; contributions: worker and lane of each, in the order in which `add` takes
+        them.
+        """
+        numel, dtype = lanes.shape[1], lanes.dtype
+        call = pack_call("add_along", dtype, lanes.numel(), "SUM")
+        posts = self._board.agree(call, pack_post(source=self.locate(lanes.view(-1))), spin=spin)
+        locations = tuple(post.source for post in posts)
+        assert UNSHARED not in locations, "lanes are allocated in shared memory"
+        begin, end = cuts[self._rank]
+        last = lanes.shape[0] - 1
+        places = [*contributions, *((rank, last) for rank in range(self._size))]
+        blocks = self._lane_blocks(locations, places, numel, begin, end, dtype)
+        outs = out.split(BLOCK_BYTES // dtype.itemsize) if out is not None else ()
+        for number, block in enumerate(blocks):
+            sources, targets = block[: len(contributions)], block[len(contributions) :]
+            result = outs[number] if outs else targets[self._rank]
+            add(sources, result)
+            for rank, target in enumerate(targets if out is None else ()):
+                if rank != self._rank:
+                    target.copy_(result)
+        self._board.meet(call, spin=spin)
+
+    def _lane_blocks(
+        self,
+        locations: tuple[Location, ...],
+        places: Sequence[tuple[int, int]],
+        numel: int,
+        begin: int,
+        end: int,
+        dtype: torch.dtype,
+    ) -> list[list[Tensor]]:
+        """Elements `begin` to `end` of the lanes at `places`, as blocks: for each block, by place, its memory."""
+        if begin == end:
+            return []
+        step = BLOCK_BYTES // dtype.itemsize
+        whole = [self._at(r, locations[r], lane * numel + begin, lane * numel + end, dtype) for r, lane in places]
+        return [list(block) for block in zip(*(part.split(step) for part in whole), strict=True)]
 
     def _leave_whole(self, flat: Tensor) -> None:
         self._window.slots(self._board.half, 0, flat.numel(), flat.dtype)[self._rank].copy_(flat)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from lockstep.comm.segment import Segment, open_segment
+from lockstep.comm.shard_tree import ShardTree
 from lockstep.comm.shm import reduction as reductions
 from lockstep.comm.shm.board import PAGE_BYTES, Board
 from lockstep.comm.shm.collectives import Collectives, as_bytes
@@ -98,6 +99,14 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         number, _ = self._collectives.locate(tensor)
         self._collectives.forget_plans()
         self._segments.pop(number, None)
+
+    def add_along(self, tree: ShardTree, lanes: Tensor, cuts: Sequence[tuple[int, int]], out: Tensor | None) -> ShmWork:
+        """Start adding everybody's lanes along `tree`, see comm/ordered.py; returns what to wait for."""
+
+        def operate(spin: bool) -> None:
+            self._collectives.add_along(lanes, tree.contributions, tree.sums, cuts, out, spin=spin)
+
+        return self._queue.submit("add_along", operate, [lanes])
 
     # What torch asks a group
 

@@ -116,7 +116,7 @@ Operation = Callable[[bool], None]
 class Queue:
     """Carries out operations one at a time, in the order in which they were given."""
 
-    def __init__(self, name: str, fail: Callable[[BaseException], LockstepError]) -> None:
+    def __init__(self, name: str, fail: Callable[[BaseException], BaseException]) -> None:
         self._name = name
         self._fail = fail
         """Turns what an operation raised into what its caller gets."""

@@ -1,0 +1,462 @@
+"""`lockstep.Trainer`: training whose result has the same bits on any number of workers.
+
+A global batch is cut into a fixed number of shards. What happens to a shard is a function of the weights, its samples
+and (seed, step, shard), whoever runs it; what comes of the shards is added along one tree over them. So the number of
+workers, the backend and what is split decide who computes what, and never what comes out. The phases of a step:
+
+    run       each worker its shards, forward and backward; the last one's backward pass sends
+    report    losses, weights and norms of all, in one small message
+    commit    clip, update, schedule: the one place where the step takes effect
+    check     now and then, that the replicas are still equal
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import seeds
+from lockstep.comm.shard_tree import ShardTree
+from lockstep.data import batch as batches
+from lockstep.data.cut import cut
+from lockstep.data.shard_source import GlobalBatch, Shard
+from lockstep.errors import CheckpointError, StepVoid, UsageError, WorkerLost
+from lockstep.keep import HostMemory
+from lockstep.keep.save import Saving
+from lockstep.keep.state_dict import restore_state, whole_state
+from lockstep.keep.training import Resumed
+from lockstep.keep.training import load as load_checkpoint
+from lockstep.keep.training import save as save_checkpoint
+from lockstep.replica.batch_norm import SyncBatchNorm
+from lockstep.replica.data_parallel import DataParallel
+from lockstep.replica.integrity import Integrity
+from lockstep.replica.shards import Shards
+from lockstep.replica.units import Units
+from lockstep.train.deterministic import deterministic
+from lockstep.train.evaluation import MetricFn, evaluate
+from lockstep.train.feed import Feed, Loading, Position
+from lockstep.train.report import Report
+from lockstep.train.result import StepResult
+from lockstep.world import World, join
+
+LossFn = Callable[[nn.Module, Any], Any]
+"""Takes the model and a shard; returns the mean loss of the shard, or that and what it is the mean over."""
+
+
+class Trainer:
+    """Trains `module` with `optimizer`; every worker makes one, and calls its methods alike.
+
+        trainer = lockstep.Trainer(net, optimizer, loss_fn, shards=8, clip=1.0)
+        for batch in trainer.batches(dataset, batch_size=256, epochs=3):
+            out = trainer.step(batch)
+
+    loss_fn: `loss_fn(model, shard)` returns the mean loss of the shard, or `(loss, weight)` where it is the mean over
+        something else than samples (tokens, say). It must call `model`, not `module`. `torch.autocast` goes in here.
+    shards: into how many shards a global batch is cut; fixed for a run. From 1 to that many workers can run it, and
+        all come to the same bits. More shards than workers is gradient accumulation.
+    clip: the largest norm of the gradient.
+    zero, blocks, bucket_cap_mb: as of DataParallel. They change no bit.
+    scheduler: stepped after every step, and saved with the rest.
+    scaler: a `torch.amp.GradScaler`, for float16.
+    seed: for dropout, augmentation and the order of samples; the world's if not given.
+    threads: compute threads of each worker on the CPU, where sums depend on their number. Runs that are to come to the
+        same bits must have the same, so it does not follow from the number of cores.
+    check_every: after so many steps the replicas are compared; 0 for never. `on_difference`: "stop" raises
+        ReplicaDiffers, "repair" overwrites the odd one with what the majority has.
+
+    Batch normalisation uses the statistics of the shard. On a GPU, steps run with torch's deterministic algorithms.
+    Memory, besides what DataParallel needs: with several shards per worker, log2 of that many more sets of gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFn,
+        *,
+        shards: int,
+        clip: float | None = None,
+        zero: int = 0,
+        blocks: Any = None,
+        bucket_cap_mb: float | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        seed: int | None = None,
+        threads: int = 1,
+        check_every: int = 50,
+        on_difference: str = "stop",
+        world: World | None = None,
+    ) -> None:
+        self.world = world if world is not None else join()
+        _require(module, optimizer, loss_fn, shards, clip, threads, self.world)
+        self.optimizer = optimizer
+        self.seed = self.world.seed if seed is None else int(seed)
+        self.steps = 0
+        """How many steps have been made."""
+        self._loss_fn, self._clip = loss_fn, clip
+        self._scheduler, self._scaler = scheduler, scaler
+        self._threads = threads
+        self._tree = ShardTree(shards, self.world.size)
+        self._shards = Shards(self._tree, self.world.rank)
+        self._position = Position()
+        self._num_feeds = 0
+        self._is_weighed = False
+        """Whether `loss_fn` has ever given weights of its own."""
+        if self.world.device.type == "cpu":
+            torch.set_num_threads(threads)
+        self.model = DataParallel(
+            module, optimizer=optimizer, zero=zero, blocks=blocks, bucket_cap_mb=bucket_cap_mb, shards=self._shards
+        )
+        """The wrapped module, as `loss_fn` gets it."""
+        self._units = Units(list(module.parameters()), self.world.rank, self.world.size)
+        self._report = Report(self.world, shards, self._units)
+        self._integrity = Integrity(self.model, optimizer, every=check_every, policy=on_difference)
+        self._memory = HostMemory()
+        if scaler is not None:
+            self.model.expect_overflows()
+
+    # The batches
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int,
+        epochs: int = 1,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        sampler: Iterable[Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+    ) -> Iterator[GlobalBatch]:
+        """Global batches of `batch_size` samples, epoch after epoch, from wherever the run is.
+
+        dataset: map-style, or an iterable one (a stream): every worker reads all of that. One with `state_dict` and
+            `load_state_dict` is resumed by them; of others, what was used before a stop is read again.
+        sampler: gives the samples' order where `shuffle` (another one in each epoch) and the data set's own are not
+            what is wanted; the same on all workers.
+        The others are those of torch's DataLoader. `collate_fn` makes a shard of the samples of one shard.
+
+        The order is a function of (seed, epoch) and of nothing else. A resumed run that makes the same calls goes on
+        at the next batch.
+        """
+        pin = self.world.device.type == "cuda" if pin_memory is None else pin_memory
+        loading = Loading(
+            batch_size,
+            shuffle,
+            drop_last,
+            sampler,
+            collate_fn,
+            num_workers,
+            prefetch_factor,
+            pin,
+            worker_init_fn,
+            multiprocessing_context,
+        )
+        number = self._num_feeds
+        self._num_feeds += 1
+        seed = seeds.derive(self.seed, "feed", number)
+        run, shards = self._tree.runs[self.world.rank], self._tree.shards
+        return self._walk(Feed(dataset, loading, run=run, shards=shards, seed=seed), number, epochs)
+
+    def _walk(self, feed: Feed, number: int, epochs: int) -> Iterator[GlobalBatch]:
+        here = self._position
+        if number < here.feed:
+            return
+        if number > here.feed:
+            here.feed, here.epoch, here.batches, here.stream = number, 0, 0, None
+        while here.epoch < epochs:
+            for batch in feed.walk(here.epoch, here.batches, here.stream):
+                here.batches, here.stream = batch.number + 1, batch.stream
+                yield batch
+            here.epoch, here.batches, here.stream = here.epoch + 1, 0, None
+        here.feed, here.epoch, here.batches, here.stream = number + 1, 0, 0, None
+
+    # The step
+
+    def step(self, batch: Any) -> StepResult:
+        """One update from a global batch: one of `batches`, or one that all workers have alike, to be cut here.
+
+        A worker whose shard fails raises its error, the others StepVoid: the step has happened nowhere then, and the
+        next batch can be taken.
+        """
+        whole = batch if isinstance(batch, GlobalBatch) else self._cut(batch)
+        self._report.begin()
+        try:
+            with deterministic(self.world.device, self._threads):
+                self._run(whole)
+        except BaseException:  # The step has not happened.
+            self.model.zero_grad()
+            self._shards.reset()
+            raise
+        return self._commit(whole)
+
+    def _cut(self, batch: Any) -> GlobalBatch:
+        total = batches.length(batch)
+        shards = []
+        for number in range(*self._tree.runs[self.world.rank]):
+            part = cut(total, self._tree.shards, number)
+            shards.append(Shard(number, part.size, batches.own(batches.take(batch, part)) if part.size else None))
+        spare = None if any(shard.size for shard in shards) else batches.take(batch, cut(total, total, 0))
+        return GlobalBatch(0, self.steps, total, tuple(shards), spare)
+
+    def _run(self, batch: GlobalBatch) -> None:
+        """Forward and backward of this worker's shards; afterwards the optimizer's parameters have the gradients."""
+        *others, last = batch.shards
+        try:
+            if self.model.gathers:
+                self._keep_company(batch)
+            for shard in others:
+                with self.model.no_sync():
+                    if shard.size:
+                        self._pass(shard, batch.total)
+                        self._shards.put_away(shard.number)
+                    else:
+                        self._shards.skip(shard.number, is_last=False)
+            if last.size:
+                self._pass(last, batch.total)
+            else:
+                self._shards.skip(last.number, is_last=True)
+                self._send_without_samples(batch)
+        except Exception as error:
+            if not isinstance(error, StepVoid | WorkerLost):
+                self.model.abandon()
+            raise
+        if self.world.size == 1:
+            self._shards.finish_alone(last.number, is_empty=not last.size)
+
+    def _pass(self, shard: Shard, total: int) -> None:
+        self._shards.begin()
+        seeds.seed_everything(seeds.derive(self.seed, "step", self.steps, shard.number))
+        loss, weight = self._loss(shard.batch, shard.size)
+        self._shards.end(shard.number, shard.size / total)
+        self._report.add(shard.number, loss, weight)
+        factor = weight / total
+        weighed = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+        (weighed if self._scaler is None else self._scaler.scale(weighed)).backward()
+
+    def _loss(self, batch: Any, size: int) -> tuple[Tensor, float | Tensor]:
+        moved = batches.move(batch, self.world.device, non_blocking=True)
+        returned = self._loss_fn(self.model, moved)
+        is_weighed = isinstance(returned, tuple) and len(returned) == 2
+        loss, weight = returned if is_weighed else (returned, float(size))
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(weight, int | float | Tensor):
+            raise UsageError(
+                "loss_fn(model, shard) must return the mean loss of the shard, a tensor with one element, or (loss, "
+                f"weight); it returned {_kind(returned)}."
+            )
+        self._is_weighed = self._is_weighed or is_weighed
+        if isinstance(weight, Tensor) and weight.is_cuda:
+            return loss, weight.detach().reshape(()).to(torch.float32)
+        return loss, float(weight)
+
+    def _keep_company(self, batch: GlobalBatch) -> None:
+        """Where parameters are gathered, everybody must run as many passes: run what is missing here for nothing."""
+        missing = self._tree.runs[0][1] - len(batch.shards)
+        missing += sum(1 for shard in batch.shards[:-1] if not shard.size)
+        for _ in range(missing):
+            with self.model.no_sync():
+                self._idle_pass(batch)
+
+    def _idle_pass(self, batch: GlobalBatch) -> None:
+        sample = next((shard.batch for shard in batch.shards if shard.size), batch.spare)
+        self._loss(sample, 1)[0].backward()
+        self.model.zero_grad()
+        self._shards.begin()
+
+    def _send_without_samples(self, batch: GlobalBatch) -> None:
+        """The last shard is empty: send what this worker has of the others."""
+        if self.model.gathers:
+            with self.model.sending_nothing():
+                self._idle_pass(batch)
+        else:
+            self.model.finish_without_pass()
+
+    # The end of a step
+
+    def _commit(self, batch: GlobalBatch) -> StepResult:
+        """The step takes effect."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        parts = self.model.parts
+        pieces = self._units.of_parts(parts) if parts is not None else self._units.of_whole()
+        loss, weight, norm = self._report.end(pieces)
+        # Losses were weighed by their share of the samples; where they weigh something else, that is the total.
+        ratio = torch.where(weight == 0, 1.0, batch.total / weight)
+        norm = norm * ratio
+        self._scale(ratio, norm)
+        lr = self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else 0.0
+        if self._scaler is not None:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        else:
+            self.optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.model.zero_grad()
+        self._shards.reset()
+        self.steps += 1
+        self._integrity.check_if_due(self.steps)
+        return StepResult(self.steps, self._scaler is not None, loss, norm, weight, lr)
+
+    def _scale(self, ratio: Tensor, norm: Tensor) -> None:
+        """Bring the gradients to the mean over all that was counted, and to the largest norm."""
+        factor = ratio
+        if self._clip is not None:
+            factor = ratio * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
+        elif not self._is_weighed:
+            return
+        if factor.device.type == "cpu" and factor.item() == 1.0:
+            return
+        parts = self.model.parts
+        params = [own for _, own, _ in parts] if parts is not None else list(self.model.parameters())
+        grads = [param.grad for param in params if param.grad is not None]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for grad in grads:
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+        for dtype, alike in by_dtype.items():
+            torch._foreach_mul_(alike, factor.to(dtype.to_real()) if factor.is_cuda else factor.item())
+
+    # Metrics
+
+    def evaluate(
+        self,
+        dataset: Any,
+        metric_fn: MetricFn,
+        batch_size: int | None = None,
+        *,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_workers: int = 0,
+    ) -> float | dict[str, float]:
+        """The mean over all samples of what `metric_fn(model, shard)` returns: a number, or a dict of numbers.
+
+        It returns means over the shard, or `(means, weight)`. Nothing is padded or left out, and the result has the
+        same bits on any number of workers. The model is in evaluation mode meanwhile, without gradients. `batch_size`
+        is that of the global batch; 32 samples a shard if not given.
+        """
+        size = 32 * self._tree.shards if batch_size is None else batch_size
+        loading = Loading(size, shuffle=False, collate_fn=collate_fn, num_workers=num_workers)
+        run, shards = self._tree.runs[self.world.rank], self._tree.shards
+        feed = Feed(dataset, loading, run=run, shards=shards, seed=seeds.derive(self.seed, "evaluate"))
+        with deterministic(self.world.device, self._threads):
+            return evaluate(self.model, feed, metric_fn, self._tree.runs[0][1])
+
+    # To go on later
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        extra: Any = None,
+        keep_last: int | None = None,
+        wait: bool = True,
+    ) -> Saving | Path:
+        """Write a checkpoint of everything into the folder `path`, as `lockstep.save` does; every worker calls this."""
+        return save_checkpoint(
+            path,
+            self.model,
+            self.optimizer,
+            step=self.steps,
+            extra={"trainer": self._progress(), "extra": extra},
+            keep_last=keep_last,
+            wait=wait,
+            memory=self._memory,
+        )
+
+    def load(self, path: str | PathLike[str], *, fall_back: bool = False) -> Resumed:
+        """Go on from the newest checkpoint in `path`; every worker calls this, before `batches`.
+
+        The number of workers, the backend and `zero` may differ from those it was saved with: the run ends in the same
+        bits. The number of shards and of threads may not.
+        """
+        found = load_checkpoint(path, self.model, self.optimizer, fall_back=fall_back, check=self._check)
+        self._go_on_from(found.extra["trainer"])
+        return dataclasses.replace(found, extra=found.extra["extra"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, in memory: whole tensors by name and plain values. Every worker calls this, and gets it all."""
+        return {"trainer": self._progress(), **whole_state(self.model, self.optimizer)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, on however many workers; every worker calls this, before `batches`."""
+        self._check("the state", {"trainer": state["trainer"]})
+        restore_state(self.model, self.optimizer, state)
+        self._go_on_from(state["trainer"])
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "shards": self._tree.shards,
+            "seed": self.seed,
+            "threads": self._threads if self.world.device.type == "cpu" else None,
+            "position": self._position.to_json(),
+            "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+        }
+
+    def _check(self, where: object, extra: Any) -> None:
+        """Raise unless going on from there can end in the same bits."""
+        stored = extra.get("trainer") if isinstance(extra, dict) else None
+        if not isinstance(stored, dict):
+            raise CheckpointError(f"{where} was not written by Trainer.save. Use lockstep.load for it.")
+        if stored["shards"] != self._tree.shards:
+            raise CheckpointError(
+                f"{where} is of a run with {stored['shards']} shards and this trainer has {self._tree.shards}, so it "
+                f"would come to other bits. Use Trainer(..., shards={stored['shards']})."
+            )
+        if stored["threads"] is not None and self.world.device.type == "cpu" and stored["threads"] != self._threads:
+            raise CheckpointError(
+                f"{where} is of a run with {stored['threads']} compute threads a worker and this trainer has "
+                f"{self._threads}, so it would come to other bits. Use Trainer(..., threads={stored['threads']})."
+            )
+
+    def _go_on_from(self, stored: Mapping[str, Any]) -> None:
+        self.steps, self.seed = int(stored["steps"]), int(stored["seed"])
+        self._position = Position.from_json(stored["position"])
+        self._num_feeds = 0
+        if self._scheduler is not None and stored["scheduler"] is not None:
+            self._scheduler.load_state_dict(stored["scheduler"])
+        if self._scaler is not None and stored["scaler"] is not None:
+            self._scaler.load_state_dict(stored["scaler"])
+        self._shards.buffers.see()
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _require(
+    module: object, optimizer: object, loss_fn: object, shards: object, clip: object, threads: object, world: World
+) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"Trainer takes a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if not callable(loss_fn):
+        raise UsageError(f"loss_fn must be a function of (model, shard), got {type(loss_fn).__name__}.")
+    if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1:
+        raise UsageError(f"shards={shards!r}: a global batch is cut into one or more shards.")
+    if shards < world.size:
+        raise UsageError(
+            f"shards={shards} on {world.size} workers: each worker needs at least one. Start at most {shards} workers, "
+            "or use more shards from the beginning of the run."
+        )
+    if clip is not None and (not isinstance(clip, int | float) or not clip > 0):
+        raise UsageError(f"clip={clip!r}: the largest norm of the gradient, above 0, or None.")
+    if not isinstance(threads, int) or threads < 1:
+        raise UsageError(f"threads={threads!r}: a worker computes with at least one.")
+    if isinstance(module, nn.Module):
+        for name, part in module.named_modules():
+            if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
+                raise UsageError(
+                    f"{name!r} is a {type(part).__name__}, whose forward pass needs all workers at once. Trainer uses "
+                    "the statistics of each shard: give it the model as it was before conversion."
+                )

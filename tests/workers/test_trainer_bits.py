@@ -1,0 +1,118 @@
+"""The same bits on any number of workers: hashes of weights, buffers and optimizer state after training."""
+
+import functools
+import hashlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CNN, GPT, MLP
+from torch import nn
+
+import lockstep
+
+BACKENDS = ["shm", "gloo"]
+SHARDS = 8
+STEPS = 30
+
+
+class Dropped(nn.Module):
+    """A model with dropout before its head, and one of the batch's own kind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.net = kind()
+        self.batch = kind.batch
+        for module in list(self.net.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.GELU | nn.ReLU):
+                    setattr(module, name, nn.Sequential(child, nn.Dropout(0.2)))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+KINDS = {"mlp": MLP, "cnn": functools.partial(Dropped, CNN), "gpt": functools.partial(Dropped, GPT)}
+
+
+class Samples(torch.utils.data.Dataset):
+    """Made of random numbers, and changed by random numbers each time one is fetched."""
+
+    def __init__(self, kind, count):
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = (CNN if kind == "cnn" else GPT if kind == "gpt" else MLP).batch(count, generator, torch.float)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        x = self.x[index]
+        return (x + 0.01 * torch.randn_like(x) if x.is_floating_point() else x), self.y[index]
+
+
+def loss_fn(model, shard):
+    x, y = shard
+    return F.cross_entropy(model(x), y)
+
+
+def make(kind, optimizer, zero=0, **options):
+    torch.manual_seed(3)
+    net = KINDS[kind]()
+    if optimizer == "sgd":
+        chosen = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    else:
+        chosen = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, STEPS)
+    return lockstep.Trainer(
+        net, chosen, loss_fn, shards=SHARDS, clip=0.5, zero=zero, scheduler=scheduler, seed=7, bucket_cap_mb=0.01,
+        **options,
+    )  # fmt: skip
+
+
+def digest(trainer):
+    sha = hashlib.sha256()
+    for name, tensor in sorted(trainer.state_dict()["tensors"].items()):
+        sha.update(name.encode() + tensor.numpy().tobytes())
+    return sha.hexdigest()
+
+
+def feed(trainer, kind):
+    # 150 samples in batches of 40: the last one has 30, and its 8 shards have 4 or 3.
+    return trainer.batches(Samples(kind, 150), batch_size=40, epochs=100)
+
+
+def train(world, kind, optimizer, zero, steps=STEPS, first=None, folder=None):
+    """The hash after so many steps, and the losses; from a checkpoint, if `first`; saves one, if `folder`."""
+    trainer = make(kind, optimizer, zero)
+    if first:
+        trainer.load(first)
+    losses = []
+    for batch in feed(trainer, kind):
+        if trainer.steps == steps:
+            break
+        losses.append(trainer.step(batch).loss)
+        if folder and trainer.steps == steps:
+            trainer.save(folder)
+    return digest(trainer), losses
+
+
+@pytest.fixture(scope="module")
+def expected(started_pool):
+    """Of one worker."""
+    return functools.cache(lambda kind, optimizer, *more: started_pool.run(1, train, kind, optimizer, 0, *more)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
+def test_any_number_of_workers(pool, expected, kind, workers):
+    optimizer = "sgd" if workers in (2, 8) else "adamw"
+    for result in pool.run(workers, train, kind, optimizer, 0):
+        assert result == expected(kind, optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_whatever_is_split(pool, expected, kind, optimizer, zero):
+    for result in pool.run(3 if zero == 2 else 2, train, kind, optimizer, zero):
+        assert result == expected(kind, optimizer)
