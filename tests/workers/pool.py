@@ -21,6 +21,7 @@ def _serve(connection, parent_path):
     import lockstep
 
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # It ends with the pool, and may have loader processes.
     while True:
         try:
             task = connection.recv()

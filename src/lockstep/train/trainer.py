@@ -265,11 +265,11 @@ class Trainer:
         for _ in range(missing):
             with self.model.no_sync():
                 self._idle_pass(batch)
+            self.model.zero_grad()
 
     def _idle_pass(self, batch: GlobalBatch) -> None:
         sample = next((shard.batch for shard in batch.shards if shard.size), batch.spare)
         self._loss(sample, 1)[0].backward()
-        self.model.zero_grad()
         self._shards.begin()
 
     def _send_without_samples(self, batch: GlobalBatch) -> None:
