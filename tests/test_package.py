@@ -16,11 +16,12 @@ ORDER = [
     {"errors", "events", "environment", "seeds", "weight"},
     {"comm"},
     {"world"},
-    {"data"},
+    {"data", "wire"},
     {"replica"},
-    {"train"},
     {"keep"},
+    {"train"},
     {"start"},
+    {"verify"},
     {"demo", "bench"},
     {"cli", "__main__"},
 ]
@@ -29,9 +30,9 @@ ORDER = [
 
 def test_public_names():
     assert sorted(lockstep.__all__) == [
-        "CheckpointError", "DataParallel", "LaunchError", "LockstepError", "ModelMismatch", "Precision", "StepVoid",
-        "SyncBatchNorm", "UsageError", "WorkerFailed", "WorkerLost", "World", "backward", "join", "launch", "load",
-        "save", "scale_lr", "shard",
+        "CheckpointError", "DataParallel", "LaunchError", "LockstepError", "ModelMismatch", "Precision",
+        "ReplicaDiffers", "StepVoid", "SyncBatchNorm", "Trainer", "UsageError", "WorkerFailed", "WorkerLost", "World",
+        "backward", "join", "launch", "load", "save", "scale_lr", "shard",
     ]  # fmt: skip
     for name in lockstep.__all__:
         assert getattr(lockstep, name).__doc__
@@ -79,7 +80,15 @@ def test_import_opens_nothing():
 
 
 @pytest.mark.parametrize(
-    "error", [lockstep.LaunchError, lockstep.UsageError, lockstep.ModelMismatch, lockstep.WorkerLost, CheckpointError]
+    "error",
+    [
+        lockstep.LaunchError,
+        lockstep.UsageError,
+        lockstep.ModelMismatch,
+        lockstep.ReplicaDiffers,
+        lockstep.WorkerLost,
+        CheckpointError,
+    ],
 )
 def test_errors_are_one_tree_and_documented(error):
     assert issubclass(error, lockstep.LockstepError)

@@ -5,6 +5,7 @@
     ├── UsageError          the library was called in a way that cannot be right
     │   └── ModelMismatch   the workers hold different models
     ├── WorkerLost          a peer died, left or does not answer
+    ├── ReplicaDiffers      workers that should hold the same bits do not
     ├── StepVoid            a peer's backward pass failed: this step's gradients are void everywhere
     ├── WorkerFailed        a started worker failed in a way that cannot be raised as itself
     └── CheckpointError     a checkpoint could not be written, or what is there cannot be read
@@ -36,6 +37,15 @@ class WorkerLost(LockstepError):
         super().__init__(message)
         self.ranks = ranks
         """The workers that are gone, as far as known."""
+
+
+class ReplicaDiffers(LockstepError):
+    """Parameters, buffers or optimizer state differ between workers that should hold the same bits."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        """The workers that differ from the majority; all of them, where it cannot be told which are right."""
 
 
 class StepVoid(LockstepError):

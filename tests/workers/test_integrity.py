@@ -14,7 +14,8 @@ from torch import nn
 
 import lockstep
 from lockstep.replica import integrity
-from lockstep.replica.integrity import Checked, Difference, Integrity, Policy, Print, fingerprints, judge, raw_bytes
+from lockstep.replica.fingerprint import fingerprints, raw_bytes
+from lockstep.replica.integrity import Checked, Difference, Integrity, Policy, Print, judge
 
 BACKENDS = ["shm", "gloo"]
 

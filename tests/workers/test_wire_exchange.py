@@ -1,4 +1,4 @@
-"""Wires between real workers: the same bits everywhere, within the bound of their form, with the bytes that they promise."""
+"""Wires between real workers: the same bits everywhere, within the form's bound, with the bytes that it promises."""
 
 from dataclasses import dataclass
 

@@ -7,16 +7,7 @@ Compared is what several workers hold copies of, and nothing else:
     buffers           those that DataParallel keeps equal: with every stage
     optimizer state   with zero=0; split state exists once
 
-The fingerprint of a tensor is one 64-bit number made of its raw bytes in row-major order: bits count, not values, so
-0.0 differs from -0.0 and a NaN equals itself. The bytes are read as 64-bit words in rows of `COLUMNS`, the last one
-filled up with zeros, and the rows are added up modulo 2**64. Then the sum of each column is scrambled in a way of its
-own, and the scrambled sums are added up.
-
-That cannot miss a flipped bit. It changes its word by plus or minus 2**k with k < 64, so the sum of its column changes.
-Scrambling can be undone (odd numbers have an inverse modulo 2**64, and `x ^ x >> 32` done twice gives x back), so
-different sums stay different; and no other column has changed. Of several wrong bits those are missed that cancel in
-every column, and of the rest about one case in 2**64: without scrambling, any two flips of a word's highest bit would
-cancel. `COLUMNS` is no power of two, so that a memory page in the wrong place stands in other columns.
+What is compared of a tensor is its fingerprint, which no single flipped bit leaves as it is (see fingerprint.py).
 
 The workers exchange one digest of all fingerprints (a single small all-reduce). Only if digests differ are the
 fingerprints of all tensors exchanged, and a majority is sought tensor by tensor: two workers with a fault each, in
@@ -31,7 +22,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,14 +30,7 @@ from lockstep.errors import ReplicaDiffers, UsageError
 from lockstep.replica import agreement
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.data_parallel import DataParallel
-
-COLUMNS = 208
-"""Words in a row: 13 * 16. On a CPU, sums over rows of a multiple of 16 words take 1.0 to 1.3 of the time that it takes
-to add up the same memory as floats, those of 251 words 1.3 to 1.9; only every 13th page falls on the same columns."""
-WORD_BYTES = 8
-ROW_BYTES = COLUMNS * WORD_BYTES
-TABLE_ROWS = 256
-"""Tensors whose column sums are kept at a time, so that many small tensors need no second model's memory."""
+from lockstep.replica.fingerprint import fingerprints, raw_bytes
 
 
 class Policy(Enum):
@@ -193,7 +176,7 @@ class Integrity:
 
     def _all_have(self, prints: Mapping[str, Print]) -> bool:
         """Whether every worker has `prints`: one small all-reduce of digests, each in the place of its worker."""
-        digest = hashlib.blake2b(repr(list(prints.items())).encode(), digest_size=2 * WORD_BYTES).digest()
+        digest = hashlib.blake2b(repr(list(prints.items())).encode(), digest_size=16).digest()
         digests = torch.zeros(self._world.size, 2, dtype=torch.int64)
         digests[self._world.rank] = torch.frombuffer(bytearray(digest), dtype=torch.int64)
         digests = self._world.sum(digests)
@@ -258,25 +241,6 @@ class Integrity:
         return " ".join(texts)
 
 
-def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """One number per tensor, different if any one bit of it is; on a GPU the host waits once, for all of them."""
-    found = torch.zeros(len(tensors), dtype=torch.int64)
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
-        factors = _odd_numbers(2).to(device)
-        parts = [
-            _fingerprint_table([tensors[number] for number in numbers[begin : begin + TABLE_ROWS]], factors)
-            for begin in range(0, len(numbers), TABLE_ROWS)
-        ]
-        found[numbers] = torch.cat(parts).cpu()
-    return found.tolist()
-
-
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of `tensor` in row-major order: a view of it where they lie so, else a copy."""
-    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 def judge(everyone: Sequence[Mapping[str, Print]]) -> Verdict:
     """Who is wrong where workers, in order of rank, hold tensors of these fingerprints; pure, the same everywhere."""
     verdict = Verdict({}, {}, [], [])
@@ -303,38 +267,6 @@ def _prints(held: Mapping[str, Tensor]) -> dict[str, Print]:
         label: Print(tuple(tensor.shape), str(tensor.dtype), value)
         for (label, tensor), value in zip(held.items(), values, strict=True)
     }
-
-
-@torch.no_grad()
-def _fingerprint_table(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """The fingerprints of some tensors of one device, there; few calls for each, since those cost more than bytes."""
-    sums = torch.zeros(len(tensors), COLUMNS, dtype=torch.int64, device=factors.device)
-    zeros = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=factors.device)
-    last_rows: list[Tensor] = []
-    for tensor, sum_of_rows in zip(tensors, sums, strict=True):
-        last = _add_rows(tensor, sum_of_rows)
-        last_rows += (last, zeros[last.numel() :])
-    sums += torch.cat(last_rows).view(torch.int64).view(len(tensors), COLUMNS)
-    once = sums * factors[0]
-    return ((once ^ ((once >> 32) & 0xFFFFFFFF)) * factors[1]).sum(1)  # Masked, since the shift would repeat the sign.
-
-
-def _add_rows(tensor: Tensor, out: Tensor) -> Tensor:
-    """Set `out` to the sum of the whole rows of `tensor`, if there are any; returns the bytes behind them."""
-    size, begin = tensor.element_size(), tensor.storage_offset()
-    if not tensor.is_contiguous() or begin * size % WORD_BYTES:
-        tensor, begin = tensor.clone(memory_format=torch.contiguous_format), 0
-    width = ROW_BYTES // size
-    num_rows, num_left = divmod(tensor.numel(), width)
-    if num_rows:
-        torch.sum(tensor.as_strided((num_rows, width), (width, 1)).view(torch.int64), 0, out=out)
-    return tensor.as_strided((num_left,), (1,), begin + num_rows * width).view(torch.uint8)
-
-
-def _odd_numbers(num_rows: int) -> Tensor:
-    """`num_rows` for every column, the same on every worker and with every version of every library."""
-    drawn = np.frombuffer(hashlib.shake_128(b"lockstep").digest(num_rows * COLUMNS * WORD_BYTES), dtype="<i8")
-    return torch.from_numpy(drawn.astype(np.int64) | 1).view(num_rows, COLUMNS)
 
 
 def _params(model: DataParallel) -> Iterator[tuple[str, Tensor]]:

@@ -47,10 +47,17 @@ class ShardBuffers:
     def __len__(self) -> int:
         return len(self._owners)
 
+    @torch.no_grad()
     def begin_shard(self) -> None:
         """Put the buffers back to what they were when the step began."""
         for number in self._changed:
             self._buffer(number).copy_(self._before[number])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The same for whatever a pass that does not count may have changed."""
+        for number, before in enumerate(self._before):
+            self._buffer(number).copy_(before)
 
     def end_shard(self, shard: int, share: float) -> None:
         """The forward pass of `shard`, which has this `share` of the samples, has changed the buffers."""

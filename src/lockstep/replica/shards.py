@@ -55,6 +55,10 @@ class Shards:
         """A shard is about to run."""
         self.buffers.begin_shard()
 
+    def undo(self) -> None:
+        """A pass has run that counts for nothing."""
+        self.buffers.put_back()
+
     def end(self, shard: int, share: float) -> None:
         """The forward pass of `shard`, which has this `share` of the samples, is over."""
         self.buffers.end_shard(shard, share)

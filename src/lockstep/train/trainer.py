@@ -36,7 +36,7 @@ from lockstep.replica.data_parallel import DataParallel
 from lockstep.replica.integrity import Integrity
 from lockstep.replica.shards import Shards
 from lockstep.replica.units import Units
-from lockstep.train.deterministic import deterministic
+from lockstep.train.deterministic import Determinism
 from lockstep.train.evaluation import MetricFn, evaluate
 from lockstep.train.feed import Feed, Loading, Position
 from lockstep.train.report import Report
@@ -68,7 +68,10 @@ class Trainer:
     check_every: after so many steps the replicas are compared; 0 for never. `on_difference`: "stop" raises
         ReplicaDiffers, "repair" overwrites the odd one with what the majority has.
 
-    Batch normalisation uses the statistics of the shard. On a GPU, steps run with torch's deterministic algorithms.
+    deterministic: on a GPU, run steps with torch's deterministic algorithms; False allows operations that have none,
+        and gives up the promise.
+
+    Batch normalisation uses the statistics of the shard.
     Memory, besides what DataParallel needs: with several shards per worker, log2 of that many more sets of gradients.
     """
 
@@ -87,6 +90,7 @@ class Trainer:
         scaler: Any = None,
         seed: int | None = None,
         threads: int = 1,
+        deterministic: bool = True,
         check_every: int = 50,
         on_difference: str = "stop",
         world: World | None = None,
@@ -100,6 +104,7 @@ class Trainer:
         self._loss_fn, self._clip = loss_fn, clip
         self._scheduler, self._scaler = scheduler, scaler
         self._threads = threads
+        self._determinism = Determinism(self.world.device, threads, is_wanted=deterministic)
         self._tree = ShardTree(shards, self.world.size)
         self._shards = Shards(self._tree, self.world.rank)
         self._position = Position()
@@ -191,7 +196,7 @@ class Trainer:
         whole = batch if isinstance(batch, GlobalBatch) else self._cut(batch)
         self._report.begin()
         try:
-            with deterministic(self.world.device, self._threads):
+            with self._determinism():
                 self._run(whole)
         except BaseException:  # The step has not happened.
             self.model.zero_grad()
@@ -270,7 +275,7 @@ class Trainer:
     def _idle_pass(self, batch: GlobalBatch) -> None:
         sample = next((shard.batch for shard in batch.shards if shard.size), batch.spare)
         self._loss(sample, 1)[0].backward()
-        self._shards.begin()
+        self._shards.undo()
 
     def _send_without_samples(self, batch: GlobalBatch) -> None:
         """The last shard is empty: send what this worker has of the others."""
@@ -346,7 +351,7 @@ class Trainer:
         loading = Loading(size, shuffle=False, collate_fn=collate_fn, num_workers=num_workers)
         run, shards = self._tree.runs[self.world.rank], self._tree.shards
         feed = Feed(dataset, loading, run=run, shards=shards, seed=seeds.derive(self.seed, "evaluate"))
-        with deterministic(self.world.device, self._threads):
+        with self._determinism():
             return evaluate(self.model, feed, metric_fn, self._tree.runs[0][1])
 
     # To go on later

@@ -1,0 +1,23 @@
+"""Wrong: each worker's loss is a mean over its own number of counted samples, and the means are averaged."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+generator = torch.Generator().manual_seed(7)
+dataset = TensorDataset(torch.randn(64, 6, generator=generator), torch.randint(0, 4, (64,), generator=generator))
+
+world = lockstep.join(seed=1)
+model = lockstep.DataParallel(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = lockstep.shard(DataLoader(dataset, batch_size=8))
+
+for x, y in loader:
+    mask = (x[:, 0] > 0).float()
+    loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,22 @@
+"""Wrong: the loader is not sharded, so every worker trains on the same samples."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+generator = torch.Generator().manual_seed(7)
+dataset = TensorDataset(torch.randn(64, 6, generator=generator), torch.randint(0, 4, (64,), generator=generator))
+
+world = lockstep.join(seed=1)
+model = lockstep.DataParallel(nn.Linear(6, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(dataset, batch_size=8)
+for _ in range(2):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
