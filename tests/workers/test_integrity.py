@@ -13,7 +13,7 @@ from models import part_of
 from torch import nn
 
 import lockstep
-from lockstep.replica import integrity
+from lockstep.replica import fingerprint
 from lockstep.replica.fingerprint import fingerprints, raw_bytes
 from lockstep.replica.integrity import Checked, Difference, Integrity, Policy, Print, judge
 
@@ -315,7 +315,7 @@ def test_every_bit_counts(dtype, numel):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, integrity.SMALL_BYTES + 5000), st.integers(0, 2**31), st.data())
+@given(st.integers(1, fingerprint.SMALL_BYTES + 5000), st.integers(0, 2**31), st.data())
 def test_a_bit_anywhere_counts(numel, seed, data):
     raw = torch.randint(256, (numel,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     other = raw.clone()
@@ -349,7 +349,7 @@ def test_bits_are_compared_and_not_values():
 def test_how_it_is_added_up_does_not_count(monkeypatch, name, value):
     tensors = [torch.randn(1000 * n + n) for n in range(7)] + [torch.randn(50_001).half()]
     together = fingerprints(tensors)
-    monkeypatch.setattr(integrity, name, value)
+    monkeypatch.setattr(fingerprint, name, value)
     assert fingerprints(tensors) == together and fingerprints([]) == []
 
 

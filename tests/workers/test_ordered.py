@@ -1,0 +1,79 @@
+"""Ordered reductions: the same bits over every backend and any number of workers, with the bytes of a ring."""
+
+import pytest
+import torch
+from test_shard_tree import along_the_tree
+
+from lockstep.comm.memory import Request, memory_of
+from lockstep.comm.ordered import ByMessages, InMemory, even_cuts
+from lockstep.comm.shard_tree import ShardTree
+
+BACKENDS = ["shm", "gloo"]
+SHARDS = 8
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def contribution(shard, numel, dtype):
+    generator = torch.Generator().manual_seed(shard)
+    return (torch.randn(numel, generator=generator, dtype=torch.float64) * 10.0 ** (shard % 4)).to(dtype)
+
+
+def lanes_of(world, tree, numel, dtype, group):
+    """This worker's roots in its lanes, in memory of the kind that the group wants."""
+    (memory,) = memory_of(group, torch.device("cpu")).lay_out([Request(tree.lanes * numel, dtype, torch.device("cpu"))])
+    lanes = memory.view(tree.lanes, numel)
+    for number, (begin, end) in enumerate(tree.roots[world.rank]):
+        values = [contribution(shard, numel, dtype) for shard in range(begin, end)]
+        lanes[tree.lane(world.rank, number)] = along_the_tree(values)
+    return lanes
+
+
+def reductions(world, tree):
+    yield ByMessages(tree, world.group, torch.device("cpu"))
+    if world.backend == "shm":
+        yield InMemory(tree, world.group)
+
+
+def reduced(world, numel, dtype):
+    tree = ShardTree(SHARDS, world.size)
+    found = []
+    for ordered in reductions(world, tree):
+        lanes = lanes_of(world, tree, numel, dtype, world.group)
+        world.wait(ordered.all_reduce(lanes), "adding")
+        found.append(lanes[-1].double().tolist())
+        lanes = lanes_of(world, tree, numel, dtype, world.group)
+        # Parts of any length, one of them empty.
+        cuts = [(0, 0), *even_cuts(numel, world.size - 1, dtype.itemsize)]
+        out = torch.zeros(cuts[world.rank][1] - cuts[world.rank][0], dtype=dtype)
+        world.wait(ordered.reduce_scatter(lanes, cuts, out), "adding")
+        whole = torch.zeros(numel, dtype=torch.float64)
+        whole[slice(*cuts[world.rank])] = out.double()
+        found.append(world.sum(whole).tolist())
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("workers", [2, 3, 5, 8])
+def test_the_same_bits_everywhere(pool, workers, dtype):
+    for numel in (1, 100, 70_000) if dtype == torch.float32 else (333,):
+        expected = along_the_tree([contribution(shard, numel, dtype) for shard in range(SHARDS)]).double().tolist()
+        for found in pool.run(workers, reduced, numel, dtype):
+            assert all(each == expected for each in found)
+
+
+def counted(world, shards, numel):
+    tree = ShardTree(shards, world.size)
+    ordered = ByMessages(tree, world.group, torch.device("cpu"))
+    lanes = lanes_of(world, tree, numel, torch.float32, world.group)
+    world.wait(ordered.all_reduce(lanes), "adding")
+    return ordered.num_bytes_sent
+
+
+@pytest.mark.parametrize(("workers", "shards"), [(2, 2), (2, 8), (4, 8), (5, 5), (3, 8)])
+def test_it_moves_the_bytes_of_a_ring(pool, workers, shards):
+    """2(N-1)/N of the message where each worker sends one root; once more there for each further one."""
+    numel = 64 * 60
+    tree = ShardTree(shards, workers)
+    for rank, num_bytes in enumerate(pool.run(workers, counted, shards, numel)):
+        passes = len(tree.roots[rank]) + 1
+        assert num_bytes == pytest.approx(passes * (workers - 1) / workers * 4 * numel, rel=0.02)
