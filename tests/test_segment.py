@@ -15,7 +15,7 @@ from lockstep.comm import segment
 from lockstep.comm.futex import WRAP, Futex, _kernel_fence, fence, reached
 from lockstep.comm.segment import open_segment, pages
 from lockstep.comm.shm.board import DTYPES, Call
-from lockstep.comm.shm.collectives import cut
+from lockstep.comm.shm.places import cut
 from lockstep.errors import LaunchError
 
 

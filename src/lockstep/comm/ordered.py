@@ -22,15 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.shard_tree import ShardTree
-from lockstep.comm.shm.collectives import cut
 from lockstep.comm.shm.group import ShmGroup
+from lockstep.comm.shm.places import BLOCK_BYTES, cut
 from lockstep.comm.shm.work import Queue
 
 Cuts = Sequence[tuple[int, int]]
 """First and last-but-one element of the part that each worker adds."""
-
-BLOCK_BYTES = 256 << 10
-"""Added while it is in the cache; as in shm/collectives.py."""
 
 
 class Ordered(Protocol):

@@ -1,9 +1,6 @@
 """The wrapper that ties it together: takes the place of torch's DistributedDataParallel."""
 
 import contextlib
-import functools
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +15,7 @@ from lockstep.data import batch as batches
 from lockstep.data import tree
 from lockstep.errors import UsageError
 from lockstep.events import Kind
-from lockstep.replica import agreement, layout
+from lockstep.replica import wrapping
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.ddp_precision import DDPPrecision, reduce_in
@@ -30,29 +27,8 @@ from lockstep.replica.reducer import Reducer
 from lockstep.replica.reduction import BucketReduction, Fast
 from lockstep.replica.shards import Shards
 from lockstep.replica.uneven import Uneven
+from lockstep.replica.untraced import Untraced
 from lockstep.replica.zero import Zero, require_stage
-from lockstep.world import World, join
-
-
-class _Untraced:
-    """A method that torch.compile leaves alone, while it still compiles the module called inside.
-
-    `torch.compiler.disable(recursive=False)` does that, but imports the whole compiler, which takes two seconds. So
-    the method is given that treatment when it is first looked up with the compiler loaded: torch.compile(model)
-    looks it up before anything is traced.
-    """
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-
-    def __get__(self, model: "DataParallel | None", owner: type) -> Any:
-        if model is None:
-            return self._method
-        if "torch._dynamo" not in sys.modules:
-            return functools.partial(self._method, model)
-        bound = functools.partial(self._method, weakref.proxy(model))  # The model is not to hold itself.
-        model.__dict__["forward"] = torch.compiler.disable(bound, recursive=False)
-        return model.__dict__["forward"]
 
 
 class DataParallel(nn.Module):
@@ -124,18 +100,18 @@ class DataParallel(nn.Module):
         shards: Shards | None = None,
     ) -> None:
         super().__init__()
-        _require_module(module)
+        wrapping.require_module(module)
         require_stage(zero, optimizer, precision)
         if not zero:
-            _require_memory(module)
+            wrapping.require_memory(module)
         self.module = module
         self._ddp_precision = DDPPrecision(mixed_precision, module) if mixed_precision is not None else None
         self._compute_dtype = precision.params if precision is not None else None
         self._masters: Masters | None = None
-        self.world = _world(process_group, device_mesh)
+        self.world = wrapping.world_of(process_group, device_mesh)
         self.require_backward_grad_sync = True
-        self._input_device = _input_device(device_ids)
-        names, params, owners = _contents(module)
+        self._input_device = wrapping.input_device(device_ids)
+        names, params, owners = wrapping.contents(module)
         device = next((param.device for param in params if not param.is_meta), self.world.device)
         if self.world.size == 1 and has_meta(module):
             Materials(module, device, self.world.seed).make_rest()
@@ -152,19 +128,19 @@ class DataParallel(nn.Module):
                     self.world, group, module, params, device, optimizer, zero, blocks, precision, reduction
                 )
             if init_sync:
-                _start_equal(self.world, names, params, owners, with_buffers=broadcast_buffers is not False)
+                wrapping.start_equal(self.world, names, params, owners, with_buffers=broadcast_buffers is not False)
             keeps_buffers = broadcast_buffers is not False and forward_sync_buffers is not False
-            kept = [owner for owner in owners if not _is_equal_anyway(*owner)] if keeps_buffers else []
+            kept = [owner for owner in owners if not wrapping.is_equal_anyway(*owner)] if keeps_buffers else []
             buffers = shards.buffers if shards is not None else Buffers(self.world, kept)
             all_trained = self._zero is not None or shards is not None
             self._reducer = Reducer(
                 self.world,
                 names,
                 params,
-                trained=list(range(len(params))) if all_trained else _trained_anywhere(self.world, params),
-                sparse_params=frozenset() if all_trained else _sparse(module, params),
+                trained=list(range(len(params))) if all_trained else wrapping.trained_anywhere(self.world, params),
+                sparse_params=frozenset() if all_trained else wrapping.sparse_params(module, params),
                 buffers=buffers,
-                bucket_cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
+                bucket_cap_bytes=wrapping.cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
                 group=group,
                 placement=self._zero.placement if self._zero else Whole(reduction, memory_of(group, device), device),
                 partials=shards.partials if shards is not None else None,
@@ -181,7 +157,7 @@ class DataParallel(nn.Module):
         seeds.diverge(self.world.seed, self.world.rank)
         self.world.replicas.add(self)
 
-    @_Untraced
+    @Untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `module` returns for this worker's part of the batch."""
         if self._input_device is not None:
@@ -374,102 +350,3 @@ class DataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a DataParallel model cannot be copied or pickled; do that with model.module.")
-
-
-def _require_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"DataParallel takes a torch.nn.Module, got {type(module).__name__}.")
-    if isinstance(module, DataParallel | nn.parallel.DistributedDataParallel):
-        raise UsageError("this model is wrapped already: give DataParallel the module itself.")
-    for name, param in module.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise UsageError(f"{name!r} has no shape yet: run a forward pass of the lazy module before wrapping it.")
-
-
-def _require_memory(module: nn.Module) -> None:
-    for name, param in module.named_parameters():
-        if param.is_meta:
-            raise UsageError(
-                f"{name!r} is on the meta device: give it memory with module.to_empty(device=...), or split the model "
-                "with zero=3, which makes it part by part."
-            )
-
-
-def _world(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> World:
-    if group is not None and mesh is not None:
-        raise UsageError("DataParallel takes process_group or device_mesh, not both.")
-    world = join()
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise UsageError(f"device_mesh must have one dimension, got {mesh.ndim}; pick one: mesh['dp'].")
-        group = mesh.get_group()
-    return world if group is None else world.within(group)
-
-
-def _input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
-    if not device_ids:
-        return None
-    if len(device_ids) != 1:
-        raise UsageError(f"device_ids must name one device, got {list(device_ids)}: one worker drives one device.")
-    device = device_ids[0]
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
-def _contents(module: nn.Module) -> tuple[list[str], list[nn.Parameter], list[tuple[nn.Module, str]]]:
-    """Names, parameters, and where each buffer lives; without those that torch's users had DDP ignore."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    named = [(name, param) for name, param in module.named_parameters() if name not in ignored]
-    owners = []
-    seen: set[int] = set()
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            full_name = f"{prefix}.{name}" if prefix else name
-            if buffer is not None and id(buffer) not in seen and full_name not in ignored:
-                seen.add(id(buffer))
-                owners.append((owner, name))
-    return [name for name, _ in named], [param for _, param in named], owners
-
-
-def _is_equal_anyway(owner: nn.Module, _name: str) -> bool:
-    """Whether every worker computes the same values for the buffer by itself."""
-    return isinstance(owner, SyncBatchNorm) and owner.process_group is None
-
-
-def _start_equal(
-    world: World,
-    names: Sequence[str],
-    params: Sequence[nn.Parameter],
-    owners: Sequence[tuple[nn.Module, str]],
-    *,
-    with_buffers: bool,
-) -> None:
-    assert world.group is not None
-    buffers = [owner._buffers[name] for owner, name in owners] if with_buffers else []
-    agreement.require_same(world, agreement.describe(zip(names, params, strict=True)), "parameter")
-    known = [(name, buffer) for (_, name), buffer in zip(owners, buffers, strict=False) if buffer is not None]
-    agreement.require_same(world, agreement.describe(known), "buffer")
-    there = [tensor for tensor in (*params, *(buffer for _, buffer in known)) if not tensor.is_meta]
-    with torch.no_grad():
-        agreement.broadcast(there, world, 0, world.group)
-
-
-def _trained_anywhere(world: World, params: Sequence[nn.Parameter]) -> list[int]:
-    """Parameters that need a gradient on some worker: all workers must lay out the same buckets."""
-    mine = [index for index, param in enumerate(params) if param.requires_grad]
-    return sorted(set().union(*world.gather(mine)))
-
-
-def _sparse(module: nn.Module, params: Sequence[nn.Parameter]) -> frozenset[int]:
-    """Parameters whose gradients will be sparse."""
-    weights = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
-    return frozenset(index for index, param in enumerate(params) if id(param) in weights)
-
-
-def _cap_bytes(cap_mb: float | None, cap_list: Sequence[float] | None) -> int:
-    if cap_list:
-        cap_mb = cap_list[-1]
-    if cap_mb is None:
-        return layout.BUCKET_BYTES
-    if cap_mb <= 0:
-        raise UsageError(f"bucket_cap_mb={cap_mb}: a bucket must have a size.")
-    return int(cap_mb * (1 << 20))

@@ -2,207 +2,27 @@
 
 torch takes a Python subclass of ProcessGroup for the group itself, so the methods here have torch's names and are
 called by `dist.*` directly, and by C++ (DDP's reducer, functional collectives) through torch's own bridge. They
-flatten what they are given and have it carried out by `Collectives` or `Mail`: in this thread if the caller waits
-anyway and nothing is before it, else in the group's own. CUDA tensors go to an NCCL backend, opened at the first one.
+flatten what they are given and have it carried out by `Reductions`, `Moves` or `Mail`: in this thread if the caller
+waits anyway and nothing is before it, else in the group's own. CUDA tensors go to an NCCL backend, opened at the first.
 """
 
-import atexit
-import contextlib
-import os
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from lockstep.comm.segment import Segment, open_segment
-from lockstep.comm.shard_tree import ShardTree
-from lockstep.comm.shm import reduction as reductions
-from lockstep.comm.shm.board import PAGE_BYTES, Board
-from lockstep.comm.shm.collectives import Collectives, as_bytes
-from lockstep.comm.shm.mail import ANYBODY, RING_BYTES, Mail
-from lockstep.comm.shm.meeting import meet, watch_peers
-from lockstep.comm.shm.reduction import RedOpType, Reduction, arithmetic
-from lockstep.comm.shm.window import HALF_BYTES, Window
-from lockstep.comm.shm.work import Queue, ShmWork, await_all
-from lockstep.errors import UsageError, WorkerLost
-
-NAME = "shm"
-PREMUL_SUM = RedOpType.PREMUL_SUM.value
-
-TorchGroup: Any = dist.ProcessGroup
-"""Untyped, since torch's stubs give every method several overloads of which it calls only one."""
+from lockstep.comm.shm.base import GroupBase
+from lockstep.comm.shm.mail import ANYBODY
+from lockstep.comm.shm.places import as_bytes
+from lockstep.comm.shm.reduction import Reduction, arithmetic
+from lockstep.comm.shm.work import ShmWork
+from lockstep.errors import UsageError
 
 
-class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
+class ShmGroup(GroupBase):
     """A process group in shared memory. Made by torch; collective to make, as every group is."""
-
-    supports_splitting = False
-    supports_coalescing = False
-
-    def __init__(self, store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size, self._store = rank, size, store
-        self._group_name = self._group_desc = ""
-        self._peers = meet(store, rank, size, ranks, timeout)
-        self._segments: dict[int, Segment] = {}
-        self._num_allocated = 0
-        watch = watch_peers(self._peers, rank, timeout)
-        rings_at = PAGE_BYTES + 2 * HALF_BYTES
-        slice_bytes = rings_at + size * RING_BYTES
-        control = open_segment("control", slice_bytes, store=store, rank=rank, size=size, watch=watch)
-        self._board = Board(control, rank, self._peers, timeout)
-        window = Window(control, PAGE_BYTES)
-        self._collectives = Collectives(self._board, window, self._segments)
-        self._mail = Mail(self._board, control, rings_at)
-        self._queue = Queue("lockstep-shm", self._board.fail)
-        self._reductions: dict[tuple[int, torch.dtype], Reduction] = {}
-        self._coalescing: list[ShmWork] | None = None
-        self._nccl: Any = None
-        self._process, self._is_open = os.getpid(), True
-        atexit.register(_close, weakref.ref(self))
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See the function of this name."""
-        number = self._num_allocated
-        segment = self._open(numel, dtype, self._size)
-        self._segments[number] = segment
-        return segment.slice(self._rank)[: numel * dtype.itemsize].view(dtype)
-
-    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See the function of this name."""
-        return self._open(numel, dtype, 1).bytes[: numel * dtype.itemsize].view(dtype)
-
-    def _open(self, numel: int, dtype: torch.dtype, slices: int) -> Segment:
-        key = f"segment/{self._num_allocated}"
-        self._num_allocated += 1
-        watch = watch_peers(self._peers, self._rank, self._board.timeout, self._board)
-        num_bytes = max(numel, 1) * dtype.itemsize
-        opened: list[Segment] = []
-
-        def open_next(_: bool) -> None:
-            opened.append(
-                open_segment(
-                    key, num_bytes, store=self._store, rank=self._rank, size=self._size, watch=watch, slices=slices
-                )
-            )
-
-        self._queue.run("allocate", open_next, [])
-        return opened[0]
-
-    def release(self, tensor: Tensor) -> None:
-        """Give back the memory that `allocate` gave for `tensor`, once no tensor over it is left."""
-        number, _ = self._collectives.locate(tensor)
-        self._collectives.forget_plans()
-        self._segments.pop(number, None)
-
-    def add_along(self, tree: ShardTree, lanes: Tensor, cuts: Sequence[tuple[int, int]], out: Tensor | None) -> ShmWork:
-        """Start adding everybody's lanes along `tree`, see comm/ordered.py; returns what to wait for."""
-
-        def operate(spin: bool) -> None:
-            self._collectives.add_along(lanes, tree.contributions, tree.sums, cuts, out, spin=spin)
-
-        return self._queue.submit("add_along", operate, [lanes])
-
-    # What torch asks a group
-
-    def getRank(self) -> int:  # noqa: N802 - torch's name
-        """This worker's rank in the group."""
-        return self._rank
-
-    def getSize(self) -> int:  # noqa: N802 - torch's name
-        """How many workers the group has."""
-        return self._size
-
-    rank, size = getRank, getSize
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The name of the backend."""
-        return NAME
-
-    name = getBackendName
-
-    # torch's own group keeps its names in its backends, of which this group has none. C++ asks by the long names.
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        """Keep the name under which torch finds this group."""
-        self._group_name = name
-
-    def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        """The name under which torch finds this group."""
-        return self._group_name
-
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802 - torch's name
-        """Keep what the user calls this group."""
-        self._group_desc = text
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        """What the user calls this group."""
-        return self._group_desc
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
-
-    def _get_backend(self, device: torch.device) -> "ShmGroup":
-        return self if torch.device(device).type == "cpu" else self._cuda()
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Nothing: the board counts."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._board.phase
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change the deadline of every wait."""
-        self._board.timeout = timeout
-
-    def shutdown(self) -> None:
-        """Leave the group; peers that still wait for this worker are told."""
-        if not self._is_open or self._process != os.getpid():  # A forked child must not leave in its parent's name.
-            return
-        self._is_open = False
-        self._queue.close()
-        self._mail.close()
-        self._board.leave()
-        if self._nccl is not None:
-            self._nccl.shutdown()
-
-    def abort(self) -> None:
-        """Break the group: whoever waits in it is told at once."""
-        self._board.fail(WorkerLost(f"worker {self._peers[self._rank].rank} aborted the group.", ()))
-        if self._nccl is not None:
-            self._nccl.abort()
-
-    # Carrying out
-
-    def _do(self, name: str, operation: Callable[[bool], None], outputs: Any, options: Any) -> ShmWork:
-        """Carry out now if the caller waits anyway, else in the group's thread."""
-        if self._coalescing is None and not options.asyncOp:
-            return self._queue.run(name, operation, outputs)
-        work = self._queue.submit(name, operation, outputs)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        if device.type != "cpu":
-            self._cuda()._start_coalescing()
-        else:
-            self._coalescing = []
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        if device.type != "cpu":
-            return self._cuda()._end_coalescing()
-        works, self._coalescing = self._coalescing or [], None
-        return self._queue.submit("coalesced", lambda _: await_all(works), [])
 
     # Collectives, under torch's names
 
@@ -218,7 +38,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
                 flat = _flatten(tensor)
                 if factor is not None:
                     flat.mul_(factor)
-                self._collectives.all_reduce(arithmetic(flat), reduce, spin=spin)
+                self._reducing.all_reduce(arithmetic(flat), reduce, spin=spin)
                 _write_back(flat, tensor)
 
         return self._do("all_reduce", operate, tensors, opts)
@@ -234,7 +54,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         def operate(spin: bool) -> None:
             for tensor in tensors:
                 flat = _flatten(tensor) if factor is None else _flatten(tensor) * factor
-                self._collectives.reduce(arithmetic(flat), opts.rootRank, reduce, spin=spin)
+                self._reducing.reduce(arithmetic(flat), opts.rootRank, reduce, spin=spin)
                 if opts.rootRank == self._rank:
                     _write_back(flat, tensor)
 
@@ -249,7 +69,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         def operate(spin: bool) -> None:
             for tensor in tensors:
                 flat = _flatten(tensor)
-                self._collectives.broadcast(flat, opts.rootRank, spin=spin)
+                self._moving.broadcast(flat, opts.rootRank, spin=spin)
                 if opts.rootRank != self._rank:
                     _write_back(flat, tensor)
 
@@ -258,11 +78,11 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
     def barrier(self, opts: Any = None) -> Any:
         """Return when everybody has called this."""
         opts = opts or c10d.BarrierOptions()
-        return self._do("barrier", lambda spin: self._collectives.barrier(spin=spin), [], opts)
+        return self._do("barrier", lambda spin: self._reducing.barrier(spin=spin), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """As `barrier`, which names who is missing anyway."""
-        self._queue.run("barrier", lambda spin: self._collectives.barrier(spin=spin), [])
+        self._queue.run("barrier", lambda spin: self._reducing.barrier(spin=spin), [])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Set each output list to what everybody has as the input of the same number."""
@@ -273,7 +93,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         def operate(spin: bool) -> None:
             for outs, tensor in zip(outputs, inputs, strict=True):
                 flats = [_flatten(out) for out in outs]
-                self._collectives.all_gather(flats, _flatten(tensor), spin=spin)
+                self._moving.all_gather(flats, _flatten(tensor), spin=spin)
                 for flat, out in zip(flats, outs, strict=True):
                     _write_back(flat, out)
 
@@ -300,7 +120,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         def operate(spin: bool) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 flat = _flatten(output)
-                self._collectives.all_gather(flat.chunk(self._size), _flatten(tensor), spin=spin)
+                self._moving.all_gather(flat.chunk(self._size), _flatten(tensor), spin=spin)
                 _write_back(flat, output)
 
         return self._do("all_gather_into_tensor", operate, outputs, opts)
@@ -350,7 +170,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
             pieces = [piece * factor for piece in pieces]
         flat = _flatten(output)
         pieces = [arithmetic(piece) for piece in pieces] or [arithmetic(flat)] * self._size
-        self._collectives.reduce_scatter(arithmetic(flat), pieces, reduce, spin=spin)
+        self._reducing.reduce_scatter(arithmetic(flat), pieces, reduce, spin=spin)
         _write_back(flat, output)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
@@ -361,7 +181,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         def operate(spin: bool) -> None:
             outs = outputs[0] if opts.rootRank == self._rank else []
             flats = [_flatten(out) for out in outs]
-            self._collectives.gather(flats, _flatten(inputs[0]), opts.rootRank, spin=spin)
+            self._moving.gather(flats, _flatten(inputs[0]), opts.rootRank, spin=spin)
             for flat, out in zip(flats, outs, strict=True):
                 _write_back(flat, out)
 
@@ -375,7 +195,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         def operate(spin: bool) -> None:
             pieces = inputs[0] if opts.rootRank == self._rank else []
             flat = _flatten(outputs[0])
-            self._collectives.scatter(flat, [_flatten(piece) for piece in pieces], opts.rootRank, spin=spin)
+            self._moving.scatter(flat, [_flatten(piece) for piece in pieces], opts.rootRank, spin=spin)
             _write_back(flat, outputs[0])
 
         return self._do("scatter", operate, outputs, opts)
@@ -388,7 +208,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
 
         def operate(spin: bool) -> None:
             flats = [_flatten(out) for out in outputs]
-            self._collectives.all_to_all(flats, [_flatten(tensor) for tensor in inputs], spin=spin)
+            self._moving.all_to_all(flats, [_flatten(tensor) for tensor in inputs], spin=spin)
             for flat, out in zip(flats, outputs, strict=True):
                 _write_back(flat, out)
 
@@ -407,7 +227,7 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         def operate(spin: bool) -> None:
             flat = _flatten(output)
             outs, pieces = flat.split(out_rows), _flatten(tensor).split(in_rows)
-            self._collectives.all_to_all(outs, pieces, spin=spin)
+            self._moving.all_to_all(outs, pieces, spin=spin)
             _write_back(flat, output)
 
         return self._do("all_to_all_single", operate, [output], opts)
@@ -462,34 +282,6 @@ class ShmGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
             )
         width = tensor.numel() // rows if rows else 0
         return [count * width for count in counts]
-
-    def _cuda(self) -> Any:
-        """The NCCL backend that carries CUDA tensors of this group, opened when the first one comes."""
-        if self._nccl is None:
-            nccl = getattr(dist, "ProcessGroupNCCL", None)
-            if nccl is None or not torch.cuda.is_available():
-                raise UsageError("backend shm carries tensors in host memory, and NCCL is not there for CUDA tensors.")
-            options = nccl.Options()
-            options._timeout = self._board.timeout
-            self._nccl = nccl(dist.PrefixStore("nccl", self._store), self._rank, self._size, options)
-        return self._nccl
-
-    def _reduction(self, op: Any, dtype: torch.dtype) -> tuple[Reduction, Any]:
-        """The reduction that torch calls `op`, and the factor of a premultiplied sum."""
-        kind = getattr(op, "op", op)
-        key = (kind.value, dtype)
-        found = self._reductions.get(key)
-        if found is None:
-            found = self._reductions[key] = reductions.reduction(kind, dtype, self._size)
-        return found, op.__getstate__()[1] if kind.value == PREMUL_SUM else None
-
-
-def _close(group: "weakref.ref[ShmGroup]") -> None:
-    """Let the threads of a group that was never destroyed end before the interpreter does."""
-    alive = group()
-    if alive is not None:
-        with contextlib.suppress(Exception):
-            alive.shutdown()
 
 
 def _flatten(tensor: Tensor) -> Tensor:

@@ -37,6 +37,11 @@ class Window:
             found = self._views[key] = [part[begin:end].view(dtype) for part in self._halves[half]]
         return found
 
+    def leave(self, rank: int, half: int, begin: int, part: Tensor) -> None:
+        """Copy `part`, if there is any, to byte `begin` of what worker `rank` leaves."""
+        if part.numel():
+            self.slots(half, begin, part.numel(), part.dtype)[rank].copy_(part)
+
 
 def _half(memory: Tensor, begin: int, half: int) -> Tensor:
     start = begin + half * HALF_BYTES
