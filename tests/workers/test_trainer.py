@@ -74,7 +74,7 @@ def several_feeds(world, stop_at, state):
     return seen, None, digest(trainer)
 
 
-@pytest.mark.parametrize("stop_at", [1, 3, 4, 5, 9])
+@pytest.mark.parametrize("stop_at", [3, 4, 9])
 def test_feeds_go_on_where_they_were(pool, stop_at):
     everything, _, expected = pool.run(1, several_feeds, None, None)[0]
     before, state, _ = pool.run(2, several_feeds, stop_at, None)[0]
@@ -98,7 +98,7 @@ def small_batches(world, zero, sizes):
     return losses, digest(trainer)
 
 
-@pytest.mark.parametrize(("workers", "zero"), [(2, 0), (3, 0), (8, 0), (3, 1), (3, 3), (5, 3), (8, 2)])
+@pytest.mark.parametrize(("workers", "zero"), [(3, 0), (8, 0), (3, 1), (5, 3)])
 def test_batches_with_fewer_samples_than_shards(pool, workers, zero):
     """Some workers have fewer shards than others, some have none with samples; none may hang or count."""
     sizes = [20, 3, 1, 11, 8, 2]
@@ -285,7 +285,7 @@ def shard_fails(world, zero, failing_shard):
     return outcomes, digest(trainer)
 
 
-@pytest.mark.parametrize(("zero", "shard"), [(0, 0), (0, 3), (0, 5), (2, 4), (1, 7)])
+@pytest.mark.parametrize(("zero", "shard"), [(0, 0), (0, 7), (2, 4)])
 def test_a_shard_that_fails_makes_the_step_void(pool, zero, shard):
     """The step happens nowhere, and training goes on with the next batch, with the same bits on any number."""
     alone, expected = pool.run(1, shard_fails, 0, shard)[0]
