@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 
 from lockstep.cli import verify as cli
 from lockstep.cli.main import main
-from lockstep.verify import causes, record, samples
+from lockstep.verify import compiler, record, samples
 from lockstep.verify.batches import Kind, mismatch
 from lockstep.verify.blend import blend
 from lockstep.verify.comparison import Comparison, Run, disagreeing
+from lockstep.verify.outcome import BATCH_NORM
 from lockstep.verify.record import Backward, Forward, Record, Step
 from lockstep.verify.sketch import SAMPLE, distance, joined, same_bits
-from lockstep.verify.tensor import sketch_of
+from lockstep.verify.tensor import sample_of, sketch_of
 from lockstep.verify.verdict import Kind as Verdicts
 from lockstep.verify.verdict import judge, with_batch_norm_synced
 
@@ -88,6 +90,11 @@ def test_what_is_no_number_is_infinitely_far(one, other):
 def test_every_kind_of_tensor_has_a_sketch(tensor):
     dense = tensor.to_dense() if tensor.is_sparse else tensor
     assert sketch_of(tensor).norm == pytest.approx(dense.to(torch.complex128).norm().item())
+
+
+def test_a_sample_alone_is_that_of_the_sketch():
+    for tensor in (numbers(3 * SAMPLE + 7)[:12295].view(-1, 5)[:, :4], numbers(6).bfloat16(), torch.tensor([1 + 2j])):
+        assert np.array_equal(sample_of(tensor).sample, sketch_of(tensor).sample)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
@@ -281,7 +288,13 @@ def test_a_hook_that_changes_gradients():
 
 def test_right_gradients_that_were_changed_afterwards():
     (cause,) = judge(Comparison(run(), run(2, wrong=grads("same")))).causes
-    assert (cause.name, "the optimizer was given others" in cause.found) == ("gradients used before sync", True)
+    assert (cause.name, "the optimizer was given others:" in cause.found) == ("gradients used before sync", True)
+
+    def doubled(step, _rank, _number):
+        step.grads = {"w": sketch_of(2 * torch.from_numpy(step.grads["w"].sample))}
+
+    (cause,) = judge(Comparison(run(), run(2, doubled=doubled))).causes
+    assert "others, 2 times as large" in cause.found
 
 
 @pytest.mark.parametrize(
@@ -360,6 +373,9 @@ def test_state_that_no_wrapper_knows_of():
 def test_random_numbers_and_samples_that_look_at_each_other():
     assert found(run(), run(2, local=local, wrong=grads("same"), draws=True)) == ["random numbers in the forward pass"]
     assert found(run(), run(2, local=local, wrong=grads("same"))) == ["samples that look at each other"]
+    many = run(2, local=local, wrong=grads("same"))
+    many.records[0].is_coupled = True
+    assert found(run(), many) == ["mean of means, or samples that look at each other"]
 
 
 def test_the_same_random_state_counts_only_where_dropout_is_used():
@@ -368,6 +384,19 @@ def test_the_same_random_state_counts_only_where_dropout_is_used():
 
     assert found(run(), run(2, alike=alike)) == []
     assert found(run(), run(2, alike=alike, drops=True)) == ["the same dropout seed on every worker"]
+
+
+def test_what_makes_no_difference_is_told_beside_what_does():
+    def alike(step, _rank, _number):
+        step.forwards[0].random_state = "same"
+
+    names = found(run(), run(2, alike=alike, drops=True, local=local, wrong=grads("same"), draws=True))
+    assert names == ["random numbers in the forward pass", "the same dropout seed on every worker"]
+
+
+def test_gradients_that_were_clipped_too_early():
+    (cause,) = judge(Comparison(run(), run(2, wrong=grads("same"), clips_early=True))).causes
+    assert (cause.name, "inside no_sync()" in cause.found) == ("gradients used before sync", True)
 
 
 def test_another_number_of_steps():
@@ -379,17 +408,39 @@ def test_batch_norm_is_the_cause_only_if_syncing_it_helps():
     for each in wrong.records:
         each.batch_norms = ["bn"]
     verdict = judge(Comparison(run(), wrong))
-    assert [cause.name for cause in verdict.causes] == [causes.BATCH_NORM]
+    assert [cause.name for cause in verdict.causes] == [BATCH_NORM]
 
     def after(synced):
         return [cause.name for cause in with_batch_norm_synced(verdict, Comparison(run(), synced)).causes]
 
-    assert after(run(2)) == [causes.BATCH_NORM]
+    assert after(run(2)) == [BATCH_NORM]
     assert after(run(2, wrong=grads("same"), local=local)) == ["samples that look at each other"]
     assert after(run(2, local=local, wrong=grads("same", since=1), draws=True)) == [
-        causes.BATCH_NORM,
+        BATCH_NORM,
         "random numbers in the forward pass",
     ]
+
+
+# The compiler's stand-in
+
+
+def test_the_stand_in_gives_way_when_more_is_asked_of_it(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "wsgiref"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(compiler, "_NAME", "wsgiref")  # A package that nobody needs.
+    stand_in = compiler._StandIn("wsgiref")
+    monkeypatch.setitem(sys.modules, "wsgiref", stand_in)
+    import wsgiref
+
+    assert wsgiref.disable(len) is wsgiref.disable(recursive=False)(len) is len
+    assert wsgiref.graph_break() is wsgiref.trace_rules.clear_lru_cache() is None
+    assert not hasattr(wsgiref, "__file__")
+    assert sys.modules["wsgiref"] is stand_in
+    from wsgiref.util import guess_scheme
+
+    assert guess_scheme({}) == "http"
+    assert sys.modules["wsgiref"] is not stand_in
+    assert stand_in.util.guess_scheme is guess_scheme
 
 
 # Words

@@ -1,4 +1,4 @@
-"""Right: three lines in a plain script; parts of 5 and 4 samples, dropout, a shuffled loader."""
+"""Right: parts of 5 and 4 samples, dropout, a shuffled loader, two micro-batches a step, torch.compile, a schedule."""
 
 import torch
 import torch.nn.functional as F
@@ -8,16 +8,22 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 
 generator = torch.Generator().manual_seed(7)
-dataset = TensorDataset(torch.randn(64, 6, generator=generator), torch.randint(0, 4, (64,), generator=generator))
+dataset = TensorDataset(torch.randn(36, 6, generator=generator), torch.randint(0, 4, (36,), generator=generator))
 
 world = lockstep.join(seed=1)
 net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
-model = lockstep.DataParallel(net.to(world.device))
+model = torch.compile(lockstep.DataParallel(net.to(world.device)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
 loader = lockstep.shard(DataLoader(dataset, batch_size=9, shuffle=True))
-for _ in range(2):
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+batches = iter(loader)
+for x, y in batches:
+    with model.no_sync():
+        (F.cross_entropy(model(x), y) / 2).backward()
+    x, y = next(batches)
+    (F.cross_entropy(model(x), y) / 2).backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()

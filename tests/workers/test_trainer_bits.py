@@ -105,8 +105,8 @@ SOME = [
     ("gpt", "sgd", 2, 0), ("mlp", "adamw", 3, 0), ("cnn", "sgd", 4, 0), ("gpt", "adamw", 5, 0), ("cnn", "adamw", 8, 0),
     ("mlp", "sgd", 2, 1), ("cnn", "adamw", 2, 2), ("gpt", "adamw", 3, 1), ("cnn", "sgd", 3, 3), ("gpt", "adamw", 2, 3),
 ]  # fmt: skip
-"""Every kind, optimizer, number of workers and stage at least once; all of them together with FULL=1 in the environment,
-which takes ten minutes."""
+"""Every kind, optimizer, number of workers and stage at least once. With FULL=1 in the environment all are tried with
+all, which takes ten minutes."""
 
 
 @pytest.mark.parametrize(("kind", "optimizer", "workers", "zero"), FULL if "FULL" in os.environ else SOME)
