@@ -22,16 +22,16 @@ next pass on the plan has a place for them.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import StepVoid, UsageError
+from lockstep.errors import UsageError
 from lockstep.events import Kind
-from lockstep.replica import layout, sparse
+from lockstep.replica import layout, sparse, words
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
 from lockstep.replica.buffers import Buffers
@@ -305,7 +305,7 @@ class Reducer:
         self._await_all()
         notes = self._notes
         if notes.num_void:
-            raise StepVoid(self._tell_void())
+            raise words.void(self._world, self.step)
         self._require_one_kind_of_weight()
         if self.stops_when_uneven and is_active and notes.num_active < self._world.size:
             raise UsageError(f"worker {self._world.rank}: another worker ran out of batches before this one.")
@@ -354,40 +354,19 @@ class Reducer:
 
     def _await(self, bucket: Bucket) -> None:
         if self._hook is not None and bucket.plan.slots:
-            self._hook.wait(bucket, self._world, self._describe(bucket))
+            self._hook.wait(bucket, self._world, words.reducing(self._names, bucket, self.step))
         else:
             self._await_plainly(bucket)
 
     def _await_plainly(self, bucket: Bucket) -> None:
         if bucket.flat.device.type == "cpu":
-            self._world.wait(bucket.work, self._describe(bucket))
+            self._world.wait(bucket.work, words.reducing(self._names, bucket, self.step))
         elif bucket.work is not None:
             bucket.work.wait()
 
-    def _describe(self, bucket: Bucket) -> Callable[[], str]:
-        def text() -> str:
-            names = [repr(self._names[slot.index]) for slot in bucket.plan.slots]
-            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            return f"reducing bucket {bucket.place} of step {self.step}" + (f" ({some})" if some else "")
-
-        return text
-
-    def _tell_void(self) -> str:
-        failed = [str(rank) for rank, has_failed in enumerate(self._world.gather(False)) if has_failed]
-        return (
-            f"worker {self._world.rank}: the backward pass of worker {', '.join(failed)} failed in step {self.step}, "
-            "so this step's gradients are void on every worker. Its own output says why. To go on, call "
-            "optimizer.zero_grad() and take the next batch, on every worker."
-        )
-
     def _require_one_kind_of_weight(self) -> None:
-        explicit, active = self._notes.num_explicit, self._notes.num_active
-        if explicit not in (0, active):
-            raise UsageError(
-                f"worker {self._world.rank}: {explicit} of {active} workers called lockstep.backward(loss, "
-                "weight=...) in this step and the others loss.backward(), so their gradients have no common weight. "
-                "Use the same call on every worker."
-            )
+        if self._notes.num_explicit not in (0, self._notes.num_active):
+            raise words.mixed_weights(self._world, self._notes.num_explicit, self._notes.num_active)
 
     def _hand_out(self, extras: dict[int, Tensor]) -> None:
         """Let `param.grad` be the reduced gradient wherever some worker has used the parameter."""
@@ -412,12 +391,7 @@ class Reducer:
         """Reduce, now, what no bucket took on some worker; from the next pass on it has a place in the plan."""
         indices = sorted(set().union(*self._world.gather(self._extra)))
         if self._partials is not None:
-            names = ", ".join(repr(self._names[index]) for index in indices[:3])
-            raise UsageError(
-                f"worker {self._world.rank}: the gradient of {names} came in portions in step {self.step}, and not in "
-                "the first step, so it cannot be added in the order that gives the same bits on any number of workers. "
-                "Use torch.utils.checkpoint with use_reentrant=False."
-            )
+            raise words.came_in_portions(self._world, [self._names[index] for index in indices], self.step)
         reduced: dict[int, Tensor] = {}
         for bucket in self._buckets.temporary(indices):
             for number, slot in enumerate(bucket.plan.slots):
