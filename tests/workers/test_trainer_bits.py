@@ -3,11 +3,11 @@
 import functools
 import hashlib
 import itertools
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
+from amount import some
 from models import CNN, GPT, MLP
 from torch import nn
 
@@ -105,11 +105,10 @@ SOME = [
     ("gpt", "sgd", 2, 0), ("mlp", "adamw", 3, 0), ("cnn", "sgd", 4, 0), ("gpt", "adamw", 5, 0), ("cnn", "adamw", 8, 0),
     ("mlp", "sgd", 2, 1), ("cnn", "adamw", 2, 2), ("gpt", "adamw", 3, 1), ("cnn", "sgd", 3, 3), ("gpt", "adamw", 2, 3),
 ]  # fmt: skip
-"""Every kind, optimizer, number of workers and stage at least once. With FULL=1 in the environment all are tried with
-all, which takes ten minutes."""
+"""Every kind, optimizer, number of workers and stage at least once."""
 
 
-@pytest.mark.parametrize(("kind", "optimizer", "workers", "zero"), FULL if "FULL" in os.environ else SOME)
+@pytest.mark.parametrize(("kind", "optimizer", "workers", "zero"), some(SOME, FULL))
 def test_the_same_bits(pool, expected, kind, optimizer, workers, zero):
     for result in pool.run(workers, train, kind, optimizer, zero):
         assert result == expected(kind, optimizer)

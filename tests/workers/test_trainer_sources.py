@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from amount import some
 from test_trainer_bits import Samples, digest, make
 
 
@@ -52,30 +53,14 @@ def from_source(world, kind, processes, stop_at, state):
     return None, digest(trainer), getattr(dataset, "num_read", 0)
 
 
-@pytest.mark.parametrize("kind", ["samples", "stream", "resumable"])
-def test_sources_with_loader_processes_and_resumed(pool, kind):
+@pytest.mark.parametrize(
+    ("kind", "processes"),
+    some([("samples", 2), ("stream", 0), ("resumable", 1)], [("samples", 2), ("stream", 1), ("resumable", 1)]),
+)
+def test_sources_with_loader_processes_and_resumed(pool, kind, processes):
     _, expected, _ = pool.run(1, from_source, kind, 0, None, None)[0]
-    assert pool.run(3, from_source, kind, 1, None, None)[0][1] == expected
-    state, _, _ = pool.run(2, from_source, kind, 1, 6, None)[0]
+    assert pool.run(2, from_source, kind, processes, None, None)[0][1] == expected
+    state, _, _ = pool.run(2, from_source, kind, processes, 6, None)[0]
     for _, found, num_read in pool.run(3, from_source, kind, 0, None, state):
         assert found == expected
         assert num_read == (50 - 32 if kind == "resumable" else 0)
-
-
-def several_processes(world):
-    trainer = make("mlp", "sgd")
-    for batch in trainer.batches(Samples("mlp", 50), 16, 2, num_workers=2, prefetch_factor=3):
-        trainer.step(batch)
-    return digest(trainer)
-
-
-def test_several_loader_processes(pool):
-    _, expected, _ = pool.run(1, without_collate)[0]
-    assert pool.run(2, several_processes) == [expected] * 2
-
-
-def without_collate(world):
-    trainer = make("mlp", "sgd")
-    for batch in trainer.batches(Samples("mlp", 50), 16, 2):
-        trainer.step(batch)
-    return None, digest(trainer), 0

@@ -24,27 +24,25 @@ from lockstep.comm.shard_tree import ShardTree
 from lockstep.data import batch as batches
 from lockstep.data.cut import cut
 from lockstep.data.shard_source import GlobalBatch, Shard
-from lockstep.errors import CheckpointError, StepVoid, UsageError, WorkerLost
+from lockstep.errors import CheckpointError
 from lockstep.keep import HostMemory
 from lockstep.keep.save import Saving
 from lockstep.keep.state_dict import restore_state, whole_state
 from lockstep.keep.training import Resumed
 from lockstep.keep.training import load as load_checkpoint
 from lockstep.keep.training import save as save_checkpoint
-from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.replica.integrity import Integrity
 from lockstep.replica.shards import Shards
 from lockstep.replica.units import Units
+from lockstep.train.arguments import require
 from lockstep.train.deterministic import Determinism
 from lockstep.train.evaluation import MetricFn, evaluate
 from lockstep.train.feed import Feed, Loading, Position
+from lockstep.train.passes import LossFn, Passes
 from lockstep.train.report import Report
 from lockstep.train.result import StepResult
 from lockstep.world import World, join
-
-LossFn = Callable[[nn.Module, Any], Any]
-"""Takes the model and a shard; returns the mean loss of the shard, or that and what it is the mean over."""
 
 
 class Trainer:
@@ -96,12 +94,12 @@ class Trainer:
         world: World | None = None,
     ) -> None:
         self.world = world if world is not None else join()
-        _require(module, optimizer, loss_fn, shards, clip, threads, self.world)
+        require(module, optimizer, loss_fn, shards, clip, threads, self.world)
         self.optimizer = optimizer
         self.seed = self.world.seed if seed is None else int(seed)
         self.steps = 0
         """How many steps have been made."""
-        self._loss_fn, self._clip = loss_fn, clip
+        self._clip = clip
         self._scheduler, self._scaler = scheduler, scaler
         self._threads = threads
         self._determinism = Determinism(self.world.device, threads, is_wanted=deterministic)
@@ -109,8 +107,6 @@ class Trainer:
         self._shards = Shards(self._tree, self.world.rank)
         self._position = Position()
         self._num_feeds = 0
-        self._is_weighed = False
-        """Whether `loss_fn` has ever given weights of its own."""
         if self.world.device.type == "cpu":
             torch.set_num_threads(threads)
         self.model = DataParallel(
@@ -119,6 +115,7 @@ class Trainer:
         """The wrapped module, as `loss_fn` gets it."""
         self._units = Units(list(module.parameters()), self.world.rank, self.world.size)
         self._report = Report(self.world, shards, self._units)
+        self._passes = Passes(self.model, self._shards, loss_fn, self._report, scaler)
         self._integrity = Integrity(self.model, optimizer, every=check_every, policy=on_difference)
         self._memory = HostMemory()
         if scaler is not None:
@@ -197,7 +194,7 @@ class Trainer:
         self._report.begin()
         try:
             with self._determinism():
-                self._run(whole)
+                self._passes.run(whole, self.seed, self.steps)
         except BaseException:  # The step has not happened.
             self.model.zero_grad()
             self._shards.reset()
@@ -212,78 +209,6 @@ class Trainer:
             shards.append(Shard(number, part.size, batches.own(batches.take(batch, part)) if part.size else None))
         spare = None if any(shard.size for shard in shards) else batches.take(batch, cut(total, total, 0))
         return GlobalBatch(0, self.steps, total, tuple(shards), spare)
-
-    def _run(self, batch: GlobalBatch) -> None:
-        """Forward and backward of this worker's shards; afterwards the optimizer's parameters have the gradients."""
-        *others, last = batch.shards
-        try:
-            if self.model.gathers:
-                self._keep_company(batch)
-            for shard in others:
-                with self.model.no_sync():
-                    if shard.size:
-                        self._pass(shard, batch.total)
-                        self._shards.put_away(shard.number)
-                    else:
-                        self._shards.skip(shard.number, is_last=False)
-            if last.size:
-                self._pass(last, batch.total)
-            else:
-                self._shards.skip(last.number, is_last=True)
-                self._send_without_samples(batch)
-        except Exception as error:
-            if not isinstance(error, StepVoid | WorkerLost):
-                self.model.abandon()
-            raise
-        if self.world.size == 1:
-            self._shards.finish_alone(last.number, is_empty=not last.size)
-
-    def _pass(self, shard: Shard, total: int) -> None:
-        self._shards.begin()
-        seeds.seed_everything(seeds.derive(self.seed, "step", self.steps, shard.number))
-        loss, weight = self._loss(shard.batch, shard.size)
-        self._shards.end(shard.number, shard.size / total)
-        self._report.add(shard.number, loss, weight)
-        factor = weight / total
-        weighed = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
-        (weighed if self._scaler is None else self._scaler.scale(weighed)).backward()
-
-    def _loss(self, batch: Any, size: int) -> tuple[Tensor, float | Tensor]:
-        moved = batches.move(batch, self.world.device, non_blocking=True)
-        returned = self._loss_fn(self.model, moved)
-        is_weighed = isinstance(returned, tuple) and len(returned) == 2
-        loss, weight = returned if is_weighed else (returned, float(size))
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(weight, int | float | Tensor):
-            raise UsageError(
-                "loss_fn(model, shard) must return the mean loss of the shard, a tensor with one element, or (loss, "
-                f"weight); it returned {_kind(returned)}."
-            )
-        self._is_weighed = self._is_weighed or is_weighed
-        if isinstance(weight, Tensor) and weight.is_cuda:
-            return loss, weight.detach().reshape(()).to(torch.float32)
-        return loss, float(weight)
-
-    def _keep_company(self, batch: GlobalBatch) -> None:
-        """Where parameters are gathered, everybody must run as many passes: run what is missing here for nothing."""
-        missing = self._tree.runs[0][1] - len(batch.shards)
-        missing += sum(1 for shard in batch.shards[:-1] if not shard.size)
-        for _ in range(missing):
-            with self.model.no_sync():
-                self._idle_pass(batch)
-            self.model.zero_grad()
-
-    def _idle_pass(self, batch: GlobalBatch) -> None:
-        sample = next((shard.batch for shard in batch.shards if shard.size), batch.spare)
-        self._loss(sample, 1)[0].backward()
-        self._shards.undo()
-
-    def _send_without_samples(self, batch: GlobalBatch) -> None:
-        """The last shard is empty: send what this worker has of the others."""
-        if self.model.gathers:
-            with self.model.sending_nothing():
-                self._idle_pass(batch)
-        else:
-            self.model.finish_without_pass()
 
     # The end of a step
 
@@ -317,7 +242,7 @@ class Trainer:
         factor = ratio
         if self._clip is not None:
             factor = ratio * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
-        elif not self._is_weighed:
+        elif not self._passes.is_weighed:
             return
         if factor.device.type == "cpu" and factor.item() == 1.0:
             return
@@ -432,36 +357,3 @@ class Trainer:
         if self._scaler is not None and stored["scaler"] is not None:
             self._scaler.load_state_dict(stored["scaler"])
         self._shards.buffers.see()
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    return f"a {type(value).__name__}"
-
-
-def _require(
-    module: object, optimizer: object, loss_fn: object, shards: object, clip: object, threads: object, world: World
-) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"Trainer takes a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    if not callable(loss_fn):
-        raise UsageError(f"loss_fn must be a function of (model, shard), got {type(loss_fn).__name__}.")
-    if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1:
-        raise UsageError(f"shards={shards!r}: a global batch is cut into one or more shards.")
-    if shards < world.size:
-        raise UsageError(
-            f"shards={shards} on {world.size} workers: each worker needs at least one. Start at most {shards} workers, "
-            "or use more shards from the beginning of the run."
-        )
-    if clip is not None and (not isinstance(clip, int | float) or not clip > 0):
-        raise UsageError(f"clip={clip!r}: the largest norm of the gradient, above 0, or None.")
-    if not isinstance(threads, int) or threads < 1:
-        raise UsageError(f"threads={threads!r}: a worker computes with at least one.")
-    if isinstance(module, nn.Module):
-        for name, part in module.named_modules():
-            if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
-                raise UsageError(
-                    f"{name!r} is a {type(part).__name__}, whose forward pass needs all workers at once. Trainer uses "
-                    "the statistics of each shard: give it the model as it was before conversion."
-                )

@@ -1,0 +1,114 @@
+"""Forward and backward of a worker's shards: the first half of a step.
+
+Where parameters are gathered when they are used (zero=3 over gloo or NCCL), all workers must run as many passes: one
+with fewer shards, or with empty ones, runs idle passes, which count for nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import seeds
+from lockstep.data import batch as batches
+from lockstep.data.shard_source import GlobalBatch, Shard
+from lockstep.errors import StepVoid, UsageError, WorkerLost
+from lockstep.replica.data_parallel import DataParallel
+from lockstep.replica.shards import Shards
+from lockstep.train.report import Report
+
+LossFn = Callable[[nn.Module, Any], Any]
+"""Takes the model and a shard; returns the mean loss of the shard, or that and what it is the mean over."""
+
+
+class Passes:
+    """Runs the shards of one worker, and reports on them."""
+
+    def __init__(self, model: DataParallel, shards: Shards, loss_fn: LossFn, report: Report, scaler: Any) -> None:
+        self._model, self._shards, self._report = model, shards, report
+        self.loss_fn = loss_fn
+        self._scaler = scaler
+        self._world = model.world
+        self._most = shards.tree.runs[0][1]
+        """Of the shards that a worker has."""
+        self.is_weighed = False
+        """Whether `loss_fn` has ever given weights of its own."""
+
+    def run(self, batch: GlobalBatch, seed: int, step: int) -> None:
+        """Run this worker's shards; afterwards the optimizer's parameters have the gradients.
+
+        If that fails here, the step is void on all workers.
+        """
+        *others, last = batch.shards
+        try:
+            if self._model.gathers:
+                self._keep_company(batch)
+            for shard in others:
+                with self._model.no_sync():
+                    if shard.size:
+                        self._pass(shard, batch.total, seeds.derive(seed, "step", step, shard.number))
+                        self._shards.put_away(shard.number)
+                    else:
+                        self._shards.skip(shard.number, is_last=False)
+            if last.size:
+                self._pass(last, batch.total, seeds.derive(seed, "step", step, last.number))
+            else:
+                self._shards.skip(last.number, is_last=True)
+                self._send_without_samples(batch)
+        except Exception as error:
+            if not isinstance(error, StepVoid | WorkerLost):
+                self._model.abandon()
+            raise
+        if self._world.size == 1:
+            self._shards.finish_alone(last.number, is_empty=not last.size)
+
+    def _pass(self, shard: Shard, total: int, seed: int) -> None:
+        self._shards.begin()
+        seeds.seed_everything(seed)
+        loss, weight = self._loss(shard.batch, shard.size)
+        self._shards.end(shard.number, shard.size / total)
+        self._report.add(shard.number, loss, weight)
+        factor = weight / total
+        weighed = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+        (weighed if self._scaler is None else self._scaler.scale(weighed)).backward()
+
+    def _loss(self, batch: Any, size: int) -> tuple[Tensor, float | Tensor]:
+        returned = self.loss_fn(self._model, batches.move(batch, self._world.device, non_blocking=True))
+        is_weighed = isinstance(returned, tuple) and len(returned) == 2
+        loss, weight = returned if is_weighed else (returned, float(size))
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(weight, int | float | Tensor):
+            raise UsageError(
+                "loss_fn(model, shard) must return the mean loss of the shard, a tensor with one element, or (loss, "
+                f"weight); it returned {_kind(returned)}."
+            )
+        self.is_weighed = self.is_weighed or is_weighed
+        if isinstance(weight, Tensor) and weight.is_cuda:
+            return loss, weight.detach().reshape(()).to(torch.float32)
+        return loss, float(weight)
+
+    def _keep_company(self, batch: GlobalBatch) -> None:
+        missing = self._most - len(batch.shards) + sum(1 for shard in batch.shards[:-1] if not shard.size)
+        for _ in range(missing):
+            with self._model.no_sync():
+                self._idle_pass(batch)
+            self._model.zero_grad()
+
+    def _idle_pass(self, batch: GlobalBatch) -> None:
+        sample = next((shard.batch for shard in batch.shards if shard.size), batch.spare)
+        self._loss(sample, 1)[0].backward()
+        self._shards.undo()
+
+    def _send_without_samples(self, batch: GlobalBatch) -> None:
+        """The last shard is empty: send what this worker has of the others."""
+        if self._model.gathers:
+            with self._model.sending_nothing():
+                self._idle_pass(batch)
+        else:
+            self._model.finish_without_pass()
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
