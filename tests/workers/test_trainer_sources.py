@@ -46,7 +46,9 @@ def from_source(world, kind, processes, stop_at, state):
     trainer = make("mlp", "sgd")
     if state is not None:
         trainer.load_state_dict(state)
-    for batch in trainer.batches(dataset, 16, 2, collate_fn=doubled, num_workers=processes):
+    context = "fork" if processes else None  # The pool's own default starts whole interpreters.
+    loading = {"num_workers": processes, "multiprocessing_context": context, "collate_fn": doubled}
+    for batch in trainer.batches(dataset, 16, 2, **loading):
         trainer.step(batch)
         if trainer.steps == stop_at:
             return trainer.state_dict(), digest(trainer), 0
