@@ -130,7 +130,8 @@ def _options() -> argparse.Namespace:
         nargs="+",
         type=variants.checked,
         metavar="NAME",
-        help="limit, plain, ddp, lockstep, zero1, zero2, zero3, fsdp2; see variants.py (default: limit ddp lockstep)",
+        help="limit, plain, ddp, lockstep, zero1 to 3, fsdp2, wires, DDP with hooks; see variants.py (default: limit "
+        "ddp lockstep)",
     )
     parser.add_argument("--json", metavar="FILE", help="write all times there too")
     options = parser.parse_args()

@@ -4,6 +4,10 @@ limit, plain   the bare module, each worker for itself: no communication at all
 ddp            torch's DistributedDataParallel, with its gradients as views of its buckets
 lockstep       lockstep.DataParallel
 zero1..zero3   the same with `zero=1` to 3
+half, int8, sign, topk, lowrank
+               lockstep.DataParallel with that wire: bf16, blocks of 256, 1 %, rank 2
+ddp-bf16, ddp-powersgd
+               torch's DDP with its own hook: bf16, or PowerSGD of rank 2 from the third step on
 fsdp2          torch's fully_shard, one unit per block
 
 ddp, lockstep and zero take a cap of their buckets in MB, as ddp@4, and a backend, as ddp/gloo: else the world's own.
@@ -17,15 +21,25 @@ import models
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
+from lockstep import wire
 
 Batch = tuple[Tensor, Tensor]
 
-KINDS = ("limit", "plain", "ddp", "lockstep", "zero1", "zero2", "zero3", "fsdp2")
+WIRES = {
+    "half": wire.Half("bf16"),
+    "int8": wire.Int8(),
+    "sign": wire.Sign(),
+    "topk": wire.TopK(0.01),
+    "lowrank": wire.LowRank(2),
+}
+HOOKED = ("ddp-bf16", "ddp-powersgd")
+KINDS = ("limit", "plain", "ddp", "lockstep", "zero1", "zero2", "zero3", "fsdp2", *WIRES, *HOOKED)
 BUCKETED = ("ddp", "lockstep", "zero1", "zero2", "zero3")
 
 
@@ -108,6 +122,10 @@ def _wrap(
     group = dist.new_group(backend=backend) if backend else None
     if kind == "ddp":
         return DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb, process_group=group)
+    if kind in HOOKED:
+        return _hooked(kind, module)
+    if kind in WIRES:
+        return lockstep.DataParallel(module, wire=WIRES[kind])
     if kind == "lockstep":
         return lockstep.DataParallel(module, bucket_cap_mb=cap_mb, process_group=group)
     if kind.startswith("zero"):
@@ -117,6 +135,16 @@ def _wrap(
     if kind == "fsdp2":
         return _fsdp2(module, world)
     return module
+
+
+def _hooked(kind: str, module: models.GPT) -> nn.Module:
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    if kind == "ddp-bf16":
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    else:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return model
 
 
 def _fsdp2(module: models.GPT, world: lockstep.World) -> nn.Module:

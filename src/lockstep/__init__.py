@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.comm.registration import register_when_torch_is_there
 
 if TYPE_CHECKING:
+    from lockstep import wire as wire
     from lockstep.data.loader import shard
     from lockstep.errors import (
         CheckpointError,
@@ -61,6 +62,9 @@ __all__ = [
     "shard",
 ]
 
+_ROOMS = {"wire"}
+"""Parts of the package with names of their own, as `lockstep.wire.Int8`."""
+
 _HOMES = {
     "DataParallel": "replica.data_parallel",
     "Precision": "replica.precision",
@@ -81,6 +85,8 @@ register_when_torch_is_there()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"lockstep.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     home = importlib.import_module(f"lockstep.{_HOMES.get(name, 'errors')}")

@@ -131,7 +131,7 @@ def test_the_same_where_something_is_split(start, backend, zero):
         assert f"worker 1 (pid {processes[1].pid}" in line
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", some(["gloo"], BACKENDS))
 def test_a_stopped_worker_is_named_at_the_deadline(start, backend):
     processes, words = start(3, backend, 2, "stopped", 1)
     for line in last_words(processes, words, 1, "stopped", within_s=15):

@@ -51,10 +51,12 @@ def train(world, name, optimizer_name, dtype, sizes):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "workers"),
-    some([("sgd", 2), ("adamw", 3), ("adamw", 4)], itertools.product(["sgd", "adamw"], [2, 3, 4])),
+    ("name", "optimizer", "workers"),
+    some(
+        [("mlp", "sgd", 2), ("cnn", "adamw", 3), ("gpt", "sgd", 3), ("gpt", "adamw", 4)],
+        itertools.product(["mlp", "cnn", "gpt"], ["sgd", "adamw"], [2, 3, 4]),
+    ),
 )
-@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
 def test_twenty_steps_equal_one_worker(pool, name, optimizer, workers):
     sizes = [10 if step % 5 else 7 for step in range(STEPS)]
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):

@@ -5,13 +5,7 @@ gets that part from everybody, adds along the tree, and either keeps the result 
 bytes of a ring: (N-1)/N of a lane each way, and once more per further root on the way there.
 
     InMemory       over shm, in memory from `shm.allocate`: owners read the others' lanes where they are
-    ByMessages     anywhere else, by sends and receives; on the CPU in a thread of its own, so that it goes on while the
-                   backward pass runs, on a GPU in a stream of its own
-
-The thread (ByMessages on the CPU) carries out one reduction at a time, in the order in which they were given, which is
-the same on all workers; nobody else uses its group. So the n-th message between two workers is the n-th for both. It
-ends with the process (it is a daemon) or with an error, which the waiting worker gets: a connection that breaks ends
-every wait in gloo.
+    ByMessages     anywhere else, by sends and receives, beside the backward pass (see carrier.py)
 """
 
 from collections.abc import Sequence
@@ -21,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.carrier import carrier_of
 from lockstep.comm.shard_tree import ShardTree
 from lockstep.comm.shm.group import ShmGroup
 from lockstep.comm.shm.places import BLOCK_BYTES, cut
-from lockstep.comm.shm.work import Queue
 
 Cuts = Sequence[tuple[int, int]]
 """First and last-but-one element of the part that each worker adds."""
@@ -76,7 +70,7 @@ class ByMessages:
     def __init__(self, tree: ShardTree, group: dist.ProcessGroup, device: torch.device) -> None:
         self.tree, self._group = tree, group
         self._rank = group.rank()
-        self._carrier: _Thread | _Stream = _Stream(device) if device.type == "cuda" else _Thread()
+        self._carrier = carrier_of(device, "ordered")
         self.num_bytes_sent = 0
 
     def all_reduce(self, lanes: Tensor) -> Any:
@@ -129,46 +123,3 @@ class ByMessages:
                     self.num_bytes_sent += part.numel() * part.itemsize * (operation is dist.isend)
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-
-
-class _Thread:
-    """Carries out operations in a thread, one after the other."""
-
-    def __init__(self) -> None:
-        self._queue = Queue("lockstep-ordered", lambda error: error)
-
-    def carry_out(self, operate: Any) -> Any:
-        """Start it; returns what to wait for."""
-        return self._queue.submit("an ordered reduction", lambda _: operate(), [])
-
-    def close(self) -> None:
-        """No more will come."""
-        self._queue.close()
-
-
-class _Stream:
-    """Carries out operations in a stream of a GPU, one after the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def carry_out(self, operate: Any) -> "_Event":
-        """Queue it behind what the current stream has; returns what that stream is to wait for."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            operate()
-            return _Event(self._stream.record_event())
-
-    def close(self) -> None:
-        """Nothing: a stream ends by itself."""
-
-
-class _Event:
-    """The end of an operation in a stream."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        """Let the current stream wait for it."""
-        self._event.wait()

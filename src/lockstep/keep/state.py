@@ -1,6 +1,7 @@
 """A model and its optimizer as named pieces, and back: who owns what, whatever is split.
 
-Names are `model/NAME` for parameters and buffers, `optimizer/NAME/KEY` for the optimizer's tensors of a parameter. What
+Names are `model/NAME` for parameters and buffers, `optimizer/NAME/KEY` for the optimizer's tensors of a parameter,
+`wire/RANK/NAME` for what a worker's wire remembers. What
 is split is written by its owners, part by part; what every worker has is dealt out, so that all write about as much.
 Both are read by ranges of elements, so nothing here depends on how many workers wrote, or on what was split then.
 """
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.keep.checkpoint import Checkpoint
 from lockstep.keep.piece import Piece
+from lockstep.replica.coded import Coded
 from lockstep.replica.data_parallel import DataParallel
 
-MODEL, OPTIMIZER = "model/", "optimizer/"
+MODEL, OPTIMIZER, WIRE = "model/", "optimizer/", "wire/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class State:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int, size: int) -> None:
         self._module = model.module if isinstance(model, DataParallel) else model
         self._optimizer = optimizer
+        self._coded = model.coded if isinstance(model, DataParallel) else None
         self._rank, self._size = rank, size
         self._named = dict(self._module.named_parameters())
         parts = model.parts if isinstance(model, DataParallel) else None
@@ -74,6 +77,8 @@ class State:
         for number, (name, buffer) in enumerate(self._buffers()):
             if self._is_dealt(number):
                 found.append(Piece.whole(MODEL + name, _real(buffer)))
+        if self._coded is not None:
+            found.extend(Piece.whole(f"{WIRE}{self._rank}/{n}", value) for n, value in self._coded.state_dict().items())
         return found
 
     def _is_dealt(self, number: int) -> bool:
@@ -129,6 +134,16 @@ class State:
                 group.update({key: _like(group.get(key), value) for key, value in stored.items()})
             for held in self._held:
                 self._restore_optimizer(checkpoint, held, scalars.get(held.name, {}))
+        if self._coded is not None:
+            self._restore_wire(checkpoint, self._coded)
+
+    def _restore_wire(self, checkpoint: Checkpoint, coded: Coded) -> None:
+        """What each worker's wire remembered; on another number of workers it begins anew, and what waited is lost."""
+        names = [name for name in checkpoint.tensors if name.startswith(WIRE)]
+        if len({name.split("/")[1] for name in names}) == self._size:
+            prefix = f"{WIRE}{self._rank}/"
+            mine = [name for name in names if name.startswith(prefix)]
+            coded.load_state_dict({name.removeprefix(prefix): checkpoint.read_whole(name) for name in mine})
 
     def _check(self, checkpoint: Checkpoint, hyper: Sequence[Any]) -> None:
         here = {MODEL + held.name: held.shape for held in self._held}

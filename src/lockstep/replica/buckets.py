@@ -52,7 +52,7 @@ class Buckets:
         plans = layout.plan(
             self._specs(self._order),
             tail_numel=self._tail_numel,
-            tail_alone=tail_alone or self._placement.is_fixed,
+            tail_alone=tail_alone or self._placement.is_fixed or self._placement.reduction.sends_tail_apart,
             cap_bytes=self._cap_bytes,
             first_cap_bytes=min(layout.FIRST_BUCKET_BYTES, self._cap_bytes),
             share_of_rest=self._share_of_rest,
@@ -72,6 +72,7 @@ class Buckets:
         with_grads = [bucket for bucket in self.all if bucket.plan.slots]
         if with_grads:
             with_grads[-1].is_last_with_grads = True
+        self._placement.reduction.adopt(self.all)
         self._placement.adopt(self.all)
         self.is_due = False
 

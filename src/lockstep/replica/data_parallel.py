@@ -18,6 +18,7 @@ from lockstep.events import Kind
 from lockstep.replica import wrapping
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.buffers import Buffers
+from lockstep.replica.coded import Coded, require_wire
 from lockstep.replica.ddp_precision import DDPPrecision, reduce_in
 from lockstep.replica.hook import CommHook
 from lockstep.replica.meta import Materials, has_meta
@@ -29,6 +30,7 @@ from lockstep.replica.shards import Shards
 from lockstep.replica.uneven import Uneven
 from lockstep.replica.untraced import Untraced
 from lockstep.replica.zero import Zero, require_stage
+from lockstep.wire import Wire
 
 
 class DataParallel(nn.Module):
@@ -62,6 +64,8 @@ class DataParallel(nn.Module):
 
     precision: `lockstep.Precision(params=..., grads=..., master=...)`: compute in one dtype, reduce in another, update
         master weights in a third; with zero=1 to 3.
+    wire: one of `lockstep.wire` (Half, Int8, Sign, TopK, LowRank): how gradients are encoded while they travel, for
+        slow networks; with zero=0 or 1. Each says in its docstring what it costs and what it does to exactness.
     shards: `Trainer` uses this, to have everything added along one tree.
     blocks: with zero=3, the submodules whose parameters are gathered and released together, by name or by class; if
         not given, the members of lists of like modules.
@@ -97,11 +101,13 @@ class DataParallel(nn.Module):
         zero: int = 0,
         blocks: Sequence[str | type[nn.Module]] | None = None,
         precision: Precision | None = None,
+        wire: Wire | None = None,
         shards: Shards | None = None,
     ) -> None:
         super().__init__()
         wrapping.require_module(module)
         require_stage(zero, optimizer, precision)
+        require_wire(wire, zero, shards)
         if not zero:
             wrapping.require_memory(module)
         self.module = module
@@ -115,12 +121,15 @@ class DataParallel(nn.Module):
         device = next((param.device for param in params if not param.is_meta), self.world.device)
         if self.world.size == 1 and has_meta(module):
             Materials(module, device, self.world.seed).make_rest()
+        self._coded: Coded | None = None
         self._reducer: Reducer | None = None
         self._zero: Zero | None = None
         if self.world.size > 1:
             assert self.world.group is not None
             group = reduction_group(self.world.group, device)
             reduction: BucketReduction = Fast(group)
+            if wire is not None:
+                reduction = self._coded = Coded(wire, group, device, names)
             if shards is not None:
                 reduction = shards.open(self.world, group, device, params, owners) or reduction
             if zero and optimizer is not None:
@@ -202,6 +211,11 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @property
+    def coded(self) -> Coded | None:
+        """What the wire remembers and counts, where there is one."""
+        return self._coded
 
     # What Trainer needs besides.
 
@@ -322,6 +336,8 @@ class DataParallel(nn.Module):
             self._reducer.use_hook(comm_hook)
 
     def _require_whole(self, what: str) -> None:
+        if self._coded is not None:
+            raise UsageError(f"{what} does not go with wire=...: that already says how buckets are reduced.")
         if self._zero is not None:
             raise UsageError(f"{what} needs every worker to have every gradient; it works with zero=0 only.")
 

@@ -313,6 +313,8 @@ class Reducer:
         if self.weighing.divisor is not None:
             for bucket in self._buckets.all:
                 self._placement.divide(bucket, self.weighing.divisor)
+            if notes.num_explicit:
+                self._placement.reduction.rescale(self.weighing.divisor)
         num_active = notes.num_active
         changed = notes.changed()
         extras = self._extra_round() if notes.has_extra else {}

@@ -1,0 +1,148 @@
+"""DataParallel with a wire: replicas stay equal, learn as without one, send what was promised, and can be resumed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amount import some
+from models import build, difference, part_of, weights_of
+
+import lockstep
+from lockstep import wire
+from lockstep.wire import BucketShape, Piece
+
+BACKENDS = some(["gloo"], ["gloo", "shm"])
+WIRES = [wire.Full(), wire.Half("bf16"), wire.Int8(), wire.Sign(), wire.TopK(0.3), wire.LowRank(4)]
+
+
+def begin(chosen, zero=0, lr=1e-3):
+    net = build("gpt")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+    return lockstep.DataParallel(net, optimizer=optimizer, zero=zero, wire=chosen, bucket_cap_mb=0.01), optimizer
+
+
+def go_on(world, model, optimizer, first, last):
+    losses = []
+    for step in range(first, last):
+        x, y = part_of(type(model.module).batch(7, torch.Generator().manual_seed(step), torch.float), world)
+        loss = F.cross_entropy(model(x), y)
+        lockstep.backward(loss, weight=len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(world.mean(loss.item(), weight=len(x)))
+    return losses
+
+
+def train(world, chosen, zero, steps):
+    model, optimizer = begin(chosen, zero)
+    losses = go_on(world, model, optimizer, 0, steps)
+    return weights_of(model.module), losses
+
+
+@pytest.mark.parametrize("chosen", WIRES, ids=str)
+def test_replicas_stay_equal_and_learn(pool, chosen):
+    expected, plain = pool.run(2, train, None, 0, 30)[0]
+    for workers, zero in ((2, 0), (3, 1)):
+        results = pool.run(workers, train, chosen, zero, 30)
+        assert all(difference(weights, results[0][0]) == 0 for weights, _ in results)
+        rel = 0.25 if isinstance(chosen, wire.Sign | wire.TopK | wire.LowRank) else 0.02
+        assert results[0][1][-1] == pytest.approx(plain[-1], rel=rel), plain
+        if isinstance(chosen, wire.Full):
+            assert difference(results[0][0], expected) < 1e-4
+
+
+def sent(world, chosen):
+    model, optimizer = begin(chosen)
+    go_on(world, model, optimizer, 0, 3)
+    promised = 0
+    for bucket in model._reducer._buckets.all:
+        if bucket.plan.slots:
+            pieces = [Piece(str(s.index), s.offset, tuple(p.shape)) for s, p in zip(bucket.plan.slots, bucket.params)]
+            promised += chosen.bytes_promised(BucketShape(bucket.plan.tail_offset, tuple(pieces)), world.size)
+    return model.coded.num_bytes, promised
+
+
+@pytest.mark.parametrize("chosen", WIRES, ids=str)
+def test_it_sends_what_was_promised(pool, chosen):
+    for counted, promised in pool.run(3, sent, chosen):
+        assert counted == pytest.approx(promised, rel=0.02)
+
+
+def waiting(model):
+    """What waits to be sent, by parameter: this worker's own errors and those of the sums that it owns."""
+    state = model.coded.state_dict()
+    totals = {name.removeprefix("error."): v.clone() for name, v in state.items() if name.startswith("error.")}
+    for name, part in state.items():
+        if name.startswith("owner_error."):
+            begin = int(state[name.replace("owner_error.", "owner_begin.")])
+            totals[name.removeprefix("owner_error.")].view(-1)[begin : begin + part.numel()] += part.view(-1)
+    return totals
+
+
+def stopped_and_resumed(world, chosen, zero, folder):
+    whole, optimizer = begin(chosen, zero)
+    go_on(world, whole, optimizer, 0, 8)
+    stopped, optimizer = begin(chosen, zero)
+    go_on(world, stopped, optimizer, 0, 4)
+    lockstep.save(folder, stopped, optimizer, step=4)
+    resumed, optimizer = begin(chosen, zero)
+    lockstep.load(folder, resumed, optimizer)
+    before, after = waiting(stopped), waiting(resumed)
+    assert before.keys() == after.keys() and any(value.abs().max() > 0 for value in before.values())
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-7)
+    go_on(world, resumed, optimizer, 4, 8)
+    return difference(weights_of(resumed.module), weights_of(whole.module))
+
+
+@pytest.mark.parametrize("chosen", [wire.Int8(), wire.TopK(0.1), wire.Sign(), wire.LowRank(4)], ids=str)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_errors_are_in_the_checkpoint(pool, tmp_path, chosen, zero):
+    """The resumed one lays its buckets out anew after its first step, so chunks are cut elsewhere than in the other."""
+    results = pool.run(2, stopped_and_resumed, chosen, zero, str(tmp_path))
+    if isinstance(chosen, wire.LowRank):  # Which knows matrices, and not chunks.
+        assert max(results) <= 1e-6
+
+
+def overflows(world, chosen):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(64, 8)
+    model = lockstep.DataParallel(net, wire=chosen)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    skipped = []
+    for step in range(4):
+        x = torch.full((2, 64), torch.inf if step == 1 and world.rank == 1 else 1.0)
+        before = net.weight.detach().clone()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped.append(torch.equal(before, net.weight))
+    return skipped, scaler.get_scale(), net.weight.isfinite().all().item()
+
+
+@pytest.mark.parametrize("chosen", WIRES, ids=str)
+def test_an_overflow_on_one_worker_skips_the_step_on_all_once(pool, chosen):
+    for skipped, scale, is_finite in pool.run(2, overflows, chosen):
+        assert skipped == [False, True, False, False] and scale == 4.0 and is_finite
+
+
+def misused(world):
+    net = torch.nn.Linear(4, 4)
+    texts = []
+    for options in (
+        {"wire": "bf16"},
+        {"wire": wire.Half(), "zero": 2, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)},
+    ):
+        with pytest.raises(lockstep.UsageError) as caught:
+            lockstep.DataParallel(net, **options)
+        texts.append(str(caught.value))
+    with pytest.raises(lockstep.UsageError) as caught:
+        lockstep.DataParallel(net, wire=wire.Half()).register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    return [*texts, str(caught.value)]
+
+
+def test_misuse_is_told(pool):
+    for texts in pool.run(2, misused):
+        words = ("lockstep.wire.Half", "zero=0 or 1", "does not go with wire")
+        assert all(word in text for word, text in zip(words, texts, strict=True)), texts
