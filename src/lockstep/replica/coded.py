@@ -5,6 +5,7 @@ laid out anew, that moves over, by the names of parameters. What is not gradient
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.replica.bucket import Bucket, Factor
 from lockstep.replica.layout import BucketPlan
 from lockstep.replica.split import Span, equal_spans
-from lockstep.wire import BucketShape, Exchange, Piece, Wire
-
+from lockstep.wire import BucketShape, Exchange, Piece, SumWire, Wire
 
 ERROR = "error."
 """In the names of errors, the owners' own included."""
@@ -35,6 +35,8 @@ class Coded:
         # Of its own on the CPU, since the thread that uses it is not the one that gathers parameters.
         self._group = group if device.type == "cuda" else new_group(group, dist.get_backend(group))
         self._carrier = carrier_of(device, "wire")
+        self._is_one_message = isinstance(wire, SumWire)
+        """Whether a bucket can be launched and waited for like any other: what is encoded is added as it is."""
         self.num_parts = group.size()
         self._exchanges: dict[int, Exchange] = {}
         """By the bucket's place in the launch order."""
@@ -74,6 +76,10 @@ class Coded:
     def all_reduce(self, bucket: Bucket) -> Any:
         """Start adding over the wire; returns what to wait for."""
         exchange = self._exchanges.get(bucket.place)
+        if self._is_one_message:
+            if exchange is None:
+                return dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            return _launched(exchange, bucket.flat_grads)
         if exchange is None:
             return self._carrier.carry_out(lambda: dist.all_reduce(bucket.flat, group=self._group))
         return self._carrier.carry_out(lambda: exchange.run(bucket.flat_grads))
@@ -111,6 +117,33 @@ class Coded:
         self._carrier.close()
         self._exchanges.clear()
         del self._group
+
+
+def _launched(exchange: Exchange, flat: Tensor) -> "_Decoding":
+    exchange.encode(flat)
+    return _Decoding(exchange, exchange.launch(), flat)
+
+
+class _Decoding:
+    """A sum on its way, which is decoded when it is waited for."""
+
+    def __init__(self, exchange: Exchange, work: Any, flat: Tensor) -> None:
+        self._exchange, self._work, self._flat = exchange, work, flat
+        self._is_decoded = False
+
+    def wait(self, *timeout: timedelta) -> bool:
+        """Return when the sum is in the bucket; on a GPU the current stream waits, and decodes."""
+        if self._work is not None:
+            self._work.wait(*timeout)
+        if not self._is_decoded:
+            self._is_decoded = True
+            self._exchange.combine()
+            self._exchange.decode(self._flat)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the message has ended, well or badly."""
+        return self._work is None or bool(self._work.is_completed())
 
 
 def require_wire(wire: object, zero: int, shards: object) -> None:

@@ -63,14 +63,13 @@ class Trainer:
     seed: for dropout, augmentation and the order of samples; the world's if not given.
     threads: compute threads of each worker on the CPU, where sums depend on their number. Runs that are to come to the
         same bits must have the same, so it does not follow from the number of cores.
+    deterministic: on a GPU, run steps with torch's deterministic algorithms; False allows operations that have none,
+        and gives up the promise.
     check_every: after so many steps the replicas are compared; 0 for never. `on_difference`: "stop" raises
         ReplicaDiffers, "repair" overwrites the odd one with what the majority has.
 
-    deterministic: on a GPU, run steps with torch's deterministic algorithms; False allows operations that have none,
-        and gives up the promise.
-
-    Batch normalisation uses the statistics of the shard.
-    Memory, besides what DataParallel needs: with several shards per worker, log2 of that many more sets of gradients.
+    Batch normalisation uses the statistics of the shard. Memory, besides what DataParallel needs: with several shards
+    per worker, log2 of that many more sets of gradients.
     """
 
     def __init__(
