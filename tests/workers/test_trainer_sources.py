@@ -46,9 +46,7 @@ def from_source(world, kind, processes, stop_at, state):
     trainer = make("mlp", "sgd")
     if state is not None:
         trainer.load_state_dict(state)
-    context = "fork" if processes else None  # The pool's own default starts whole interpreters.
-    loading = {"num_workers": processes, "multiprocessing_context": context, "collate_fn": doubled}
-    for batch in trainer.batches(dataset, 16, 2, **loading):
+    for batch in trainer.batches(dataset, 16, 2, collate_fn=doubled, num_workers=processes):
         trainer.step(batch)
         if trainer.steps == stop_at:
             return trainer.state_dict(), digest(trainer), 0
@@ -57,7 +55,7 @@ def from_source(world, kind, processes, stop_at, state):
 
 @pytest.mark.parametrize(
     ("kind", "processes"),
-    some([("samples", 2), ("stream", 0), ("resumable", 1)], [("samples", 2), ("stream", 1), ("resumable", 1)]),
+    some([("samples", 1), ("stream", 0), ("resumable", 0)], [("samples", 2), ("stream", 1), ("resumable", 1)]),
 )
 def test_sources_with_loader_processes_and_resumed(pool, kind, processes):
     _, expected, _ = pool.run(1, from_source, kind, 0, None, None)[0]

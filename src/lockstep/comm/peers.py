@@ -124,6 +124,10 @@ class Peers:
         """Whether all workers can share memory."""
         return len(self._local) == len(self.all) - 1
 
+    def has_lost(self) -> bool:
+        """Whether a worker was found missing, or has ended on this host."""
+        return self.broken or any(p.is_dead() for p in self._local)
+
     def wait(self, work: Waitable, doing: Doing) -> None:
         """Return when `work` is done; raise WorkerLost, saying what this worker was `doing`, if it never will be."""
         deadline = time.monotonic() + self.timeout.total_seconds()

@@ -88,7 +88,7 @@ def save(
         world=world,
         keep_last=keep_last,
         memory=memory,
-        has_lost=lambda: world.peers.broken,
+        has_lost=world.peers.has_lost,
     )
 
 
