@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, It
 from lockstep.data import batch as batches
 from lockstep.data.claim import Claim
 from lockstep.data.cut import Place
+from lockstep.data.fork import start
 from lockstep.data.order import Order, Picks
 from lockstep.data.source import Batches, BatchStream, Introduction, Loaded, Samples, Stream
 from lockstep.errors import UsageError
@@ -93,7 +94,7 @@ class ShardedLoader:
         if isinstance(self._clock, Order):  # Not even loaded; of a stream, they are read and dropped.
             self._clock.num_skipped, num_skipped = num_skipped, 0
         # Loader processes start now, not at the first batch.
-        return self._walk(epoch, itertools.islice(iter(self._parts), num_skipped, None))
+        return self._walk(epoch, itertools.islice(start(self._parts), num_skipped, None))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

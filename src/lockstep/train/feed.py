@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data import default_collate as torch_collate
 
+from lockstep.data.fork import start
 from lockstep.data.order import Order
 from lockstep.data.shard_source import GlobalBatch, ShardPicks, ShardSamples, ShardStream, Shelf, listeners
 from lockstep.data.source import Introduction
@@ -100,7 +101,7 @@ class Feed:
             listener.set_epoch(epoch)
         assert self._loader.generator is not None
         self._loader.generator.manual_seed(derive(self._seed, "loader", epoch))
-        return iter(self._loader)
+        return start(self._loader)
 
     def _open(self, source: Any, sampler: Iterable[Any] | None) -> DataLoader[GlobalBatch]:
         loading = self._loading
