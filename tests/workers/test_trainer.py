@@ -193,7 +193,7 @@ def shard_fails(world, zero, failing_shard):
             raise ArithmeticError("bad sample")
         return loss_fn(model, shard)
 
-    trainer._passes.loss_fn = sometimes
+    trainer._stepper.passes.loss_fn = sometimes
     owned = list(range(*trainer._tree.runs[world.rank]))
     outcomes = []
     for batch in feed(trainer, "gpt"):

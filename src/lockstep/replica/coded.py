@@ -89,6 +89,11 @@ class Coded:
         raise AssertionError("a coded reduction does not scatter")
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """What carries the buckets: those in memory of this group travel without a copy."""
+        return self._group
+
+    @property
     def num_bytes(self) -> int:
         """What this worker has sent of gradients in the last step."""
         return sum(exchange.num_bytes for exchange in self._exchanges.values())
@@ -146,7 +151,7 @@ class _Decoding:
         return self._work is None or bool(self._work.is_completed())
 
 
-def require_wire(wire: object, zero: int, shards: object) -> None:
+def require_wire(wire: object, zero: int) -> None:
     """Raise UsageError unless `wire` can carry the gradients of such a replica."""
     if wire is None:
         return
@@ -160,5 +165,3 @@ def require_wire(wire: object, zero: int, shards: object) -> None:
             f"wire with zero={zero}: what a lossy wire remembers is as large as the gradients, which zero={zero} does "
             "not keep. Use zero=0 or 1."
         )
-    if shards is not None:
-        raise UsageError("wire does not go with Trainer: encoded sums depend on the number of workers.")

@@ -26,6 +26,9 @@ from lockstep.world import World
 class Shards:
     """What this worker has of the step in flight."""
 
+    scale = 1.0
+    """What losses are multiplied by, besides their share of the batch."""
+
     def __init__(self, tree: ShardTree, rank: int) -> None:
         self.tree = tree
         self.partials = Partials(tree, rank)
@@ -86,3 +89,7 @@ class Shards:
         """The step is over, or void."""
         self.partials.clear()
         self.buffers.reset()
+
+    def see_buffers(self) -> None:
+        """Buffers have been set to something else."""
+        self.buffers.see()

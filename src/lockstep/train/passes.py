@@ -4,28 +4,24 @@ Where parameters are gathered when they are used (zero=3 over gloo or NCCL), all
 with fewer shards, or with empty ones, runs idle passes, which count for nothing.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from lockstep import seeds
-from lockstep.data import batch as batches
 from lockstep.data.shard_source import GlobalBatch, Shard
-from lockstep.errors import StepVoid, UsageError, WorkerLost
+from lockstep.errors import StepVoid, WorkerLost
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.replica.shards import Shards
 from lockstep.train.report import Report
-
-LossFn = Callable[[nn.Module, Any], Any]
-"""Takes the model and a shard; returns the mean loss of the shard, or that and what it is the mean over."""
+from lockstep.train.shard_loss import LossFn, ShardLoss, loss_of
+from lockstep.train.unordered import Unordered
 
 
 class Passes:
     """Runs the shards of one worker, and reports on them."""
 
-    def __init__(self, model: DataParallel, shards: Shards, loss_fn: LossFn, report: Report, scaler: Any) -> None:
+    def __init__(
+        self, model: DataParallel, shards: Shards | Unordered, loss_fn: LossFn, report: Report, scaler: Any
+    ) -> None:
         self._model, self._shards, self._report = model, shards, report
         self.loss_fn = loss_fn
         self._scaler = scaler
@@ -66,26 +62,17 @@ class Passes:
     def _pass(self, shard: Shard, total: int, seed: int) -> None:
         self._shards.begin()
         seeds.seed_everything(seed)
-        loss, weight = self._loss(shard.batch, shard.size)
+        loss = self._loss(shard.batch, shard.size)
         self._shards.end(shard.number, shard.size / total)
-        self._report.add(shard.number, loss, weight)
-        factor = weight / total
-        weighed = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+        self._report.add(shard.number, loss.value, loss.weight)
+        factor = loss.weight * self._shards.scale / total
+        weighed = loss.value if isinstance(factor, float) and factor == 1.0 else loss.value * factor
         (weighed if self._scaler is None else self._scaler.scale(weighed)).backward()
 
-    def _loss(self, batch: Any, size: int) -> tuple[Tensor, float | Tensor]:
-        returned = self.loss_fn(self._model, batches.move(batch, self._world.device, non_blocking=True))
-        is_weighed = isinstance(returned, tuple) and len(returned) == 2
-        loss, weight = returned if is_weighed else (returned, float(size))
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(weight, int | float | Tensor):
-            raise UsageError(
-                "loss_fn(model, shard) must return the mean loss of the shard, a tensor with one element, or (loss, "
-                f"weight); it returned {_kind(returned)}."
-            )
-        self.is_weighed = self.is_weighed or is_weighed
-        if isinstance(weight, Tensor) and weight.is_cuda:
-            return loss, weight.detach().reshape(()).to(torch.float32)
-        return loss, float(weight)
+    def _loss(self, batch: Any, size: int) -> ShardLoss:
+        loss = loss_of(self.loss_fn, self._model, batch, size, self._world.device)
+        self.is_weighed = self.is_weighed or loss.is_weighed
+        return loss
 
     def _keep_company(self, batch: GlobalBatch) -> None:
         missing = self._most - len(batch.shards) + sum(1 for shard in batch.shards[:-1] if not shard.size)
@@ -96,7 +83,7 @@ class Passes:
 
     def _idle_pass(self, batch: GlobalBatch) -> None:
         sample = next((shard.batch for shard in batch.shards if shard.size), batch.spare)
-        self._loss(sample, 1)[0].backward()
+        self._loss(sample, 1).value.backward()
         self._shards.undo()
 
     def _send_without_samples(self, batch: GlobalBatch) -> None:
@@ -106,9 +93,3 @@ class Passes:
                 self._idle_pass(batch)
         else:
             self._model.finish_without_pass()
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -2,12 +2,10 @@
 
 A global batch is cut into a fixed number of shards. What happens to a shard is a function of the weights, its samples
 and (seed, step, shard), whoever runs it; what comes of the shards is added along one tree over them. So the number of
-workers, the backend and what is split decide who computes what, and never what comes out. The phases of a step:
+workers, the backend and what is split decide who computes what, and never what comes out. With a strategy or a wire
+that is given up for less communication: each says what it does to exactness.
 
-    run       each worker its shards, forward and backward; the last one's backward pass sends
-    report    losses, weights and norms of all, in one small message
-    commit    clip, update, schedule: the one place where the step takes effect
-    check     now and then, that the replicas are still equal
+The trainer knows where the run is, in the data and in steps; a stepper makes the steps (see strategy.py).
 """
 
 import dataclasses
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep import seeds
 from lockstep.comm.shard_tree import ShardTree
@@ -31,17 +29,15 @@ from lockstep.keep.state_dict import restore_state, whole_state
 from lockstep.keep.training import Resumed
 from lockstep.keep.training import load as load_checkpoint
 from lockstep.keep.training import save as save_checkpoint
-from lockstep.replica.data_parallel import DataParallel
-from lockstep.replica.integrity import Integrity
-from lockstep.replica.shards import Shards
-from lockstep.replica.units import Units
 from lockstep.train.arguments import require
 from lockstep.train.deterministic import Determinism
 from lockstep.train.evaluation import MetricFn, evaluate
-from lockstep.train.feed import Feed, Loading, Position
-from lockstep.train.passes import LossFn, Passes
-from lockstep.train.report import Report
+from lockstep.train.feed import Loading, Position
 from lockstep.train.result import StepResult
+from lockstep.train.shard_loss import LossFn
+from lockstep.train.strategy import Setting, Strategy, Walkable
+from lockstep.train.synchronous import Synchronous
+from lockstep.wire import Wire
 from lockstep.world import World, join
 
 
@@ -58,6 +54,8 @@ class Trainer:
         all come to the same bits. More shards than workers is gradient accumulation.
     clip: the largest norm of the gradient.
     zero, blocks, bucket_cap_mb: as of DataParallel. They change no bit.
+    wire: as of DataParallel. Gradients are added as the wire says then, and bits depend on the number of workers.
+    strategy: `lockstep.LocalSGD`, `DiLoCo` or `Async`, instead of one common step at a time.
     scheduler: stepped after every step, and saved with the rest.
     scaler: a `torch.amp.GradScaler`, for float16.
     seed: for dropout, augmentation and the order of samples; the world's if not given.
@@ -83,6 +81,8 @@ class Trainer:
         zero: int = 0,
         blocks: Any = None,
         bucket_cap_mb: float | None = None,
+        wire: Wire | str | None = None,
+        strategy: Strategy | None = None,
         scheduler: Any = None,
         scaler: Any = None,
         seed: int | None = None,
@@ -98,27 +98,36 @@ class Trainer:
         self.seed = self.world.seed if seed is None else int(seed)
         self.steps = 0
         """How many steps have been made."""
-        self._clip = clip
         self._scheduler, self._scaler = scheduler, scaler
         self._threads = threads
-        self._determinism = Determinism(self.world.device, threads, is_wanted=deterministic)
         self._tree = ShardTree(shards, self.world.size)
-        self._shards = Shards(self._tree, self.world.rank)
         self._position = Position()
         self._num_feeds = 0
+        self._memory = HostMemory()
         if self.world.device.type == "cpu":
             torch.set_num_threads(threads)
-        self.model = DataParallel(
-            module, optimizer=optimizer, zero=zero, blocks=blocks, bucket_cap_mb=bucket_cap_mb, shards=self._shards
+        self._determinism = Determinism(self.world.device, threads, is_wanted=deterministic)
+        setting = Setting(
+            module,
+            optimizer,
+            loss_fn,
+            self.world,
+            self._tree,
+            clip,
+            zero,
+            blocks,
+            bucket_cap_mb,
+            wire,
+            scheduler,
+            scaler,
+            self._determinism,
+            check_every,
+            on_difference,
         )
+        self._stepper = Synchronous(setting) if strategy is None else strategy.open(setting)
+        self._setting = setting
+        self.model = self._stepper.model
         """The wrapped module, as `loss_fn` gets it."""
-        self._units = Units(list(module.parameters()), self.world.rank, self.world.size)
-        self._report = Report(self.world, shards, self._units)
-        self._passes = Passes(self.model, self._shards, loss_fn, self._report, scaler)
-        self._integrity = Integrity(self.model, optimizer, every=check_every, policy=on_difference)
-        self._memory = HostMemory()
-        if scaler is not None:
-            self.model.expect_overflows()
 
     # The batches
 
@@ -165,10 +174,9 @@ class Trainer:
         number = self._num_feeds
         self._num_feeds += 1
         seed = seeds.derive(self.seed, "feed", number)
-        run, shards = self._tree.runs[self.world.rank], self._tree.shards
-        return self._walk(Feed(dataset, loading, run=run, shards=shards, seed=seed), number, epochs)
+        return self._walk(self._stepper.feed(dataset, loading, seed), number, epochs)
 
-    def _walk(self, feed: Feed, number: int, epochs: int) -> Iterator[GlobalBatch]:
+    def _walk(self, feed: Walkable, number: int, epochs: int) -> Iterator[GlobalBatch]:
         here = self._position
         if number < here.feed:
             return
@@ -190,15 +198,10 @@ class Trainer:
         next batch can be taken.
         """
         whole = batch if isinstance(batch, GlobalBatch) else self._cut(batch)
-        self._report.begin()
-        try:
-            with self._determinism():
-                self._passes.run(whole, self.seed, self.steps)
-        except BaseException:  # The step has not happened.
-            self.model.zero_grad()
-            self._shards.reset()
-            raise
-        return self._commit(whole)
+        result = self._stepper.step(whole, self.seed, self.steps)
+        self.steps += 1
+        self._stepper.check(self.steps)
+        return result
 
     def _cut(self, batch: Any) -> GlobalBatch:
         total = batches.length(batch)
@@ -208,51 +211,6 @@ class Trainer:
             shards.append(Shard(number, part.size, batches.own(batches.take(batch, part)) if part.size else None))
         spare = None if any(shard.size for shard in shards) else batches.take(batch, cut(total, total, 0))
         return GlobalBatch(0, self.steps, total, tuple(shards), spare)
-
-    # The end of a step
-
-    def _commit(self, batch: GlobalBatch) -> StepResult:
-        """The step takes effect."""
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
-        parts = self.model.parts
-        pieces = self._units.of_parts(parts) if parts is not None else self._units.of_whole()
-        loss, weight, norm = self._report.end(pieces)
-        # Losses were weighed by their share of the samples; where they weigh something else, that is the total.
-        ratio = torch.where(weight == 0, 1.0, batch.total / weight)
-        norm = norm * ratio
-        self._scale(ratio, norm)
-        lr = self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else 0.0
-        if self._scaler is not None:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
-        else:
-            self.optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
-        self.model.zero_grad()
-        self._shards.reset()
-        self.steps += 1
-        self._integrity.check_if_due(self.steps)
-        return StepResult(self.steps, self._scaler is not None, loss, norm, weight, lr)
-
-    def _scale(self, ratio: Tensor, norm: Tensor) -> None:
-        """Bring the gradients to the mean over all that was counted, and to the largest norm."""
-        factor = ratio
-        if self._clip is not None:
-            factor = ratio * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
-        elif not self._passes.is_weighed:
-            return
-        if factor.device.type == "cpu" and factor.item() == 1.0:
-            return
-        parts = self.model.parts
-        params = [own for _, own, _ in parts] if parts is not None else list(self.model.parameters())
-        grads = [param.grad for param in params if param.grad is not None]
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for grad in grads:
-            by_dtype.setdefault(grad.dtype, []).append(grad)
-        for dtype, alike in by_dtype.items():
-            torch._foreach_mul_(alike, factor.to(dtype.to_real()) if factor.is_cuda else factor.item())
 
     # Metrics
 
@@ -273,8 +231,8 @@ class Trainer:
         """
         size = 32 * self._tree.shards if batch_size is None else batch_size
         loading = Loading(size, shuffle=False, collate_fn=collate_fn, num_workers=num_workers)
-        run, shards = self._tree.runs[self.world.rank], self._tree.shards
-        feed = Feed(dataset, loading, run=run, shards=shards, seed=seeds.derive(self.seed, "evaluate"))
+        feed = self._setting.feed(dataset, loading, seeds.derive(self.seed, "evaluate"))
+        self._stepper.before_save()
         with self._determinism():
             return evaluate(self.model, feed, metric_fn, self._tree.runs[0][1])
 
@@ -289,6 +247,7 @@ class Trainer:
         wait: bool = True,
     ) -> Saving | Path:
         """Write a checkpoint of everything into the folder `path`, as `lockstep.save` does; every worker calls this."""
+        self._stepper.before_save()
         return save_checkpoint(
             path,
             self.model,
@@ -312,6 +271,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, in memory: whole tensors by name and plain values. Every worker calls this, and gets it all."""
+        self._stepper.before_save()
         return {"trainer": self._progress(), **whole_state(self.model, self.optimizer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -327,6 +287,7 @@ class Trainer:
             "seed": self.seed,
             "threads": self._threads if self.world.device.type == "cpu" else None,
             "position": self._position.to_json(),
+            "stepper": self._stepper.state_dict(),
             "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
         }
@@ -355,4 +316,5 @@ class Trainer:
             self._scheduler.load_state_dict(stored["scheduler"])
         if self._scaler is not None and stored["scaler"] is not None:
             self._scaler.load_state_dict(stored["scaler"])
-        self._shards.buffers.see()
+        self._stepper.load_state_dict(stored.get("stepper") or {})
+        self._stepper.after_load()
