@@ -19,6 +19,7 @@ ORDER = [
     {"data", "wire"},
     {"replica"},
     {"keep"},
+    {"watching"},
     {"train"},
     {"start"},
     {"verify"},
@@ -30,9 +31,10 @@ ORDER = [
 
 def test_public_names():
     assert sorted(lockstep.__all__) == [
-        "CheckpointError", "DataParallel", "LaunchError", "LockstepError", "ModelMismatch", "Precision",
-        "ReplicaDiffers", "StepVoid", "SyncBatchNorm", "Trainer", "UsageError", "WorkerFailed", "WorkerLost", "World",
-        "backward", "join", "launch", "load", "save", "scale_lr", "shard",
+        "Async", "CheckpointError", "DataParallel", "DiLoCo", "LaunchError", "LocalSGD", "LockstepError",
+        "ModelMismatch", "Precision", "ReplicaDiffers", "StepVoid", "SyncBatchNorm", "Trainer", "UsageError",
+        "WorkerFailed", "WorkerLost", "World", "backward", "join", "launch", "load", "save", "scale_lr", "shard",
+        "watch",
     ]  # fmt: skip
     for name in lockstep.__all__:
         assert getattr(lockstep, name).__doc__

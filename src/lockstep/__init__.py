@@ -32,16 +32,23 @@ if TYPE_CHECKING:
     from lockstep.replica.data_parallel import DataParallel
     from lockstep.replica.precision import Precision
     from lockstep.start.function import launch
+    from lockstep.train.asynchronous import Async
+    from lockstep.train.diloco import DiLoCo
     from lockstep.train.learning_rate import scale_lr
+    from lockstep.train.local import LocalSGD
     from lockstep.train.trainer import Trainer
+    from lockstep.watching.watcher import watch
     from lockstep.world import World, join
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Async",
     "CheckpointError",
     "DataParallel",
+    "DiLoCo",
     "LaunchError",
+    "LocalSGD",
     "LockstepError",
     "ModelMismatch",
     "Precision",
@@ -60,13 +67,17 @@ __all__ = [
     "save",
     "scale_lr",
     "shard",
+    "watch",
 ]
 
 _ROOMS = {"wire"}
 """Parts of the package with names of their own, as `lockstep.wire.Int8`."""
 
 _HOMES = {
+    "Async": "train.asynchronous",
     "DataParallel": "replica.data_parallel",
+    "DiLoCo": "train.diloco",
+    "LocalSGD": "train.local",
     "Precision": "replica.precision",
     "SyncBatchNorm": "replica.batch_norm",
     "Trainer": "train.trainer",
@@ -78,6 +89,7 @@ _HOMES = {
     "save": "keep.training",
     "scale_lr": "train.learning_rate",
     "shard": "data.loader",
+    "watch": "watching.watcher",
 }
 
 

@@ -31,6 +31,15 @@ class Launch:
     """True where the launcher itself serves the meeting point, so that no worker has to."""
 
 
+WATCH = "LOCKSTEP_WATCH"
+"""The folder in which a watched run is to be recorded, as `lockstep run --watch=FOLDER` has it; any launcher may."""
+
+
+def watched_in(environ: Mapping[str, str]) -> str | None:
+    """The folder of a run that is to be watched; None where nobody asked for it."""
+    return environ.get(WATCH) or None
+
+
 def read(environ: Mapping[str, str]) -> Launch:
     """The launch that `environ` describes; raises LaunchError, naming variables, where it does not add up."""
     if "RANK" in environ:

@@ -4,19 +4,35 @@ The hot path asks `if events:` and emits; listeners (progress, timelines, stall 
 must not raise, block or keep tensors alive.
 """
 
+import contextlib
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
+
+Batch = TypeVar("Batch")
 
 
 class Kind(enum.Enum):
     """The moments of a step, in the order in which they come."""
 
+    LOADING = "loading"
+    """The next batch is asked for."""
+    LOADED = "loaded"
+    """It is there, in host memory."""
+    COPYING = "copying"
+    """A batch is about to be moved to the worker's device."""
+    COPIED = "copied"
+    """It is there (on CUDA: has been queued on the current stream)."""
     FORWARD = "forward"
     """The wrapped module was called."""
+    FORWARDED = "forwarded"
+    """The wrapped module has returned."""
     BACKWARD = "backward"
-    """The first gradient of a synchronised backward pass is about to be computed."""
+    """The first gradient of a backward pass is about to be computed."""
+    FULL = "full"
+    """A bucket has all its gradients; it leaves when those before it have left."""
     LAUNCHED = "launched"
     """A bucket was handed to the backend."""
     WAITING = "waiting"
@@ -25,6 +41,12 @@ class Kind(enum.Enum):
     """A bucket's reduced gradients have arrived (on CUDA: have been queued behind the current stream)."""
     SYNCED = "synced"
     """Every gradient is in place."""
+    ENDED = "ended"
+    """A backward pass has ended that sends nothing: gradients are accumulated, or the worker is alone."""
+    OPTIMIZER = "optimizer"
+    """An optimizer's step begins. This and the next are told while somebody watches: see watching/recorder.py."""
+    UPDATED = "updated"
+    """An optimizer's step has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +57,18 @@ class Event:
     time_ns: int
     """`time.perf_counter_ns` of this process."""
     step: int
-    """How many synchronised backward passes came before."""
+    """How many synchronised backward passes came before, or -1 where that is not known."""
     bucket: int = -1
     """Place of the bucket in the launch order, or -1."""
     num_bytes: int = 0
     """Size of the bucket, or 0."""
+    num_samples: float = 0
+    """With FORWARD: how many samples this worker's part of the batch has, or 0 where that is not known."""
 
 
 Listener = Callable[[Event], None]
+
+_END = object()
 
 
 class Events:
@@ -63,8 +89,33 @@ class Events:
 
         return unsubscribe
 
-    def emit(self, kind: Kind, step: int, bucket: int = -1, num_bytes: int = 0) -> None:
+    def emit(self, kind: Kind, step: int = -1, bucket: int = -1, num_bytes: int = 0, *, num_samples: float = 0) -> None:
         """Tell every listener, in the order in which they subscribed."""
-        event = Event(kind, time.perf_counter_ns(), step, bucket, num_bytes)
+        event = Event(kind, time.perf_counter_ns(), step, bucket, num_bytes, num_samples)
         for listener in self._listeners:
             listener(event)
+
+    def loading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """`batches`, with word of each time that one is asked for."""
+        while True:
+            if not self._listeners:
+                batch = next(batches, _END)
+            else:
+                self.emit(Kind.LOADING)
+                batch = next(batches, _END)
+                self.emit(Kind.LOADED)
+            if batch is _END:
+                return
+            yield batch  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """A block that moves a batch to the worker's device."""
+        if not self._listeners:
+            yield
+            return
+        self.emit(Kind.COPYING)
+        try:
+            yield
+        finally:
+            self.emit(Kind.COPIED)

@@ -6,9 +6,11 @@ group and agrees on a seed. Alone, it needs no port, no network and no environme
 """
 
 import atexit
+import importlib
 import os
 import pickle
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
@@ -70,6 +72,12 @@ class World:
         self.events = Events()
         self.replicas: weakref.WeakSet[Any] = weakref.WeakSet()
         """The wrapped models of this worker."""
+        self.on_wrap: list[Callable[[Any], None]] = []
+        """Called with every model that is wrapped from now on."""
+        self.on_leave: list[Callable[[], None]] = []
+        """Called when this worker's part in the world ends, while it can still talk to the others."""
+        self.watcher: Any = None
+        """What watches this worker: see `lockstep.watch`."""
         self.accumulation: Any = None
         """Explicit weights of micro-batches that wait for their update: see `lockstep.backward`."""
         self._weight = _Slot()
@@ -181,7 +189,14 @@ class World:
             owns_group=False,
         )
         inner.events, inner.replicas, inner._weight = self.events, self.replicas, self._weight
+        inner.on_wrap, inner.on_leave = self.on_wrap, self.on_leave
         return inner
+
+    def welcome(self, replica: Any) -> None:
+        """A model has been wrapped for this world."""
+        self.replicas.add(replica)
+        for see in self.on_wrap:
+            see(replica)
 
     def leave(self) -> None:
         """End this worker's part in the world. Called at exit by itself; a second call does nothing."""
@@ -189,6 +204,8 @@ class World:
             return
         self._left = True
         atexit.unregister(self.leave)
+        for end in self.on_leave:
+            end()
         self.peers.leave()
         _Current.world = None
         # A group's threads end with the last reference to it. One that is still busy when the interpreter ends makes
@@ -280,6 +297,9 @@ def join(
     world.seed = int(world.broadcast(torch.initial_seed()))
     atexit.register(world.leave)
     _Current.world = world
+    if (folder := environment.watched_in(os.environ)) is not None:
+        # By its name: watching stands above the world, and is its guest.
+        importlib.import_module("lockstep.watching.guest").enter(world, folder)
     return world
 
 

@@ -4,7 +4,7 @@ import argparse
 import signal
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.start.supervisor import NOTICE
 
@@ -39,6 +39,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="T",
         help="compute threads per worker (default: OMP_NUM_THREADS if set, else cores divided by workers)",
     )
+    parser.add_argument(
+        "--watch",
+        action="store_const",
+        const="run",
+        help="record where the time goes and who is slow, in the folder `run`, or FOLDER with --watch=FOLDER",
+    )
+    _allow_value(parser, "--watch", "--watch-in")
     parser.add_argument("--no-prefix", action="store_true", help="relay lines without the worker's number")
     parser.add_argument(
         "--notice",
@@ -51,6 +58,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
+def _allow_value(parser: argparse.ArgumentParser, option: str, inner: str) -> None:
+    """Let `option=VALUE` be as good as `option`: argparse alone would take the script for the value."""
+    parser.add_argument(inner, dest=option.strip("-"), help=argparse.SUPPRESS)
+    parse = parser._parse_optional
+
+    def parse_optional(word: str) -> Any:
+        return parse(inner + word[len(option) :] if word.startswith(f"{option}=") else word)
+
+    parser._parse_optional = parse_optional  # type: ignore[method-assign]
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the workers; returns the exit code of the first failure, or 0."""
     from lockstep.start import command
@@ -61,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
         prefix=not args.no_prefix,
         notice=timedelta(seconds=args.notice),
+        watch=args.watch,
     )
     for words in closing_words(outcome):
         print(words, file=sys.stderr)

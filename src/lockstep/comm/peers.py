@@ -9,18 +9,20 @@ takes less than a second.
 What the store holds, one writer per key: `left/R` is written by worker R when it leaves; `call` is set by anybody
 whose connection broke or whose deadline has passed; `here/R` is worker R's answer to the call, given between two
 slices of its own wait or when its own wait fails. A worker that is neither waiting nor gone does not answer within
-the grace time: it is named as not answering, not as dead.
+the grace time: it is named as not answering, not as dead. A store whose server is stopped answers nobody, ever: it is
+asked from a thread, so that the wait still ends.
 """
 
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -29,6 +31,8 @@ from lockstep.errors import UsageError, WorkerLost
 SLICE = timedelta(seconds=1)
 GRACE = timedelta(seconds=4)
 """How long a worker whose connection broke looks for the cause before it says that it found none."""
+ANSWER = timedelta(seconds=2)
+"""How long the store may take for an answer."""
 
 
 Doing = str | Callable[[], str]
@@ -76,6 +80,14 @@ class Peer:
         """Whether the process has ended; only meaningful on the peer's own host."""
         return _start_time(self.pid) != self.started
 
+    def process_state(self) -> str:
+        """The kernel's letter for what the process does (T: stopped), X if it has ended, empty if it cannot be told."""
+        try:
+            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            letter = ""
+        return "X" if self.is_dead() else letter
+
     def __str__(self) -> str:
         return f"worker {self.rank} (pid {self.pid} on {self.host.partition('/')[0]})"
 
@@ -115,9 +127,15 @@ class Peers:
         self.all = peers
         self.timeout = timeout
         self.store = store
+        self._asking: threading.Thread | None = None
+        """Who asks the store; alive while it does not answer."""
         self._local = tuple(p for p in peers if p.host == me.host and p.rank != me.rank)
         self.broken = False
         """Set once a peer was found missing: the groups of this world cannot be relied on any more."""
+        self.waits: tuple[Doing, float] | None = None
+        """What this worker waits in now, and since when (monotonic clock): for whoever watches from another thread."""
+        self.witness: Callable[[], str] | None = None
+        """Tells what is known of those who are missing, where somebody watches; added to the error."""
 
     @property
     def are_on_one_host(self) -> bool:
@@ -130,7 +148,14 @@ class Peers:
 
     def wait(self, work: Waitable, doing: Doing) -> None:
         """Return when `work` is done; raise WorkerLost, saying what this worker was `doing`, if it never will be."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        begun = time.monotonic()
+        self.waits = (doing, begun)
+        try:
+            self._wait(work, doing, begun + self.timeout.total_seconds())
+        finally:
+            self.waits = None
+
+    def _wait(self, work: Waitable, doing: Doing, deadline: float) -> None:
         while True:
             try:
                 work.wait(SLICE)
@@ -174,6 +199,8 @@ class Peers:
             if left := self._those_who_left():
                 return self._lost(doing, left, "left")
             time.sleep(0.05)
+        if self._is_unheard():
+            return self._unanswered(doing)
         if not self._store_is_there():
             self.broken = True
             return WorkerLost(
@@ -193,26 +220,76 @@ class Peers:
         give_up = time.monotonic() + GRACE.total_seconds()
         while self._absent() and time.monotonic() < give_up:
             time.sleep(0.05)
+        if self._is_unheard():
+            return self._unheard(doing)
         return self._lost(doing, self._absent(), f"did not answer within {self.timeout}")
+
+    def _unheard(self, doing: str) -> WorkerLost:
+        """Nobody can be asked; those of this host who are stopped can be seen."""
+        self.broken = True
+        stopped = tuple(p for p in self._local if p.process_state() in ("T", "t"))
+        names = f" {', '.join(map(str, stopped))} is stopped." if stopped else ""
+        return WorkerLost(
+            f"worker {self.me.rank}: what it waits for did not come within {self.timeout}, and the place where "
+            f"the workers met does not answer either, while this worker was {doing}.{names} Look at worker 0 or the "
+            f"launcher, whichever serves it.{self._witnessed()}",
+            tuple(p.rank for p in stopped),
+        )
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """What the store answers; RuntimeError if it fails, or does not answer in time."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except RuntimeError as error:
+                answers.append(error)
+
+        if not self._is_unheard():
+            self._asking = threading.Thread(target=ask, name="lockstep-asking", daemon=True)
+            self._asking.start()
+            self._asking.join(ANSWER.total_seconds())
+        if not answers:
+            raise _Unheard("the store does not answer")
+        if isinstance(answers[0], RuntimeError):
+            raise answers[0]
+        return answers[0]
+
+    def _is_unheard(self) -> bool:
+        """Whether the store owes an answer."""
+        return self._asking is not None and self._asking.is_alive()
 
     def _call(self) -> None:
         if self.store is not None:
             with contextlib.suppress(RuntimeError):
-                self.store.set("call", "1")
-                self.store.set(f"here/{self.me.rank}", "1")
+                self._set("call")
+                self._set(f"here/{self.me.rank}")
 
     def _answer_call(self, doing: str) -> None:
         if self.store is None:
             return
         try:
-            if self.store.check(["call"]):
-                self.store.set(f"here/{self.me.rank}", "1")
+            if self._check("call"):
+                self._set(f"here/{self.me.rank}")
+        except _Unheard:
+            pass  # Its server is stopped; this wait ends at its deadline.
         except RuntimeError as error:
             raise self._explain(doing, error) from error
 
+    def _set(self, key: str) -> None:
+        store = self.store
+        assert store is not None
+        self._ask(lambda: store.set(key, "1"))
+
+    def _check(self, key: str) -> bool:
+        store = self.store
+        assert store is not None
+        return bool(self._ask(lambda: store.check([key])))
+
     def _store_is_there(self) -> bool:
         try:
-            return self.store is None or self.store.check(["call"]) in (True, False)
+            return self.store is None or self._check("call") in (True, False)
         except RuntimeError:
             return False
 
@@ -225,7 +302,7 @@ class Peers:
 
     def _has(self, key: str) -> bool:
         try:
-            return self.store is not None and bool(self.store.check([key]))
+            return self.store is not None and self._check(key)
         except RuntimeError:
             return False
 
@@ -234,6 +311,16 @@ class Peers:
         names = ", ".join(str(p) for p in peers) or "a worker"
         return WorkerLost(
             f"worker {self.me.rank}: {names} {how} while this worker was {doing}. "
-            "Its own output says why; a process that was killed without a word often ran out of memory.",
+            "Its own output says why; a process that was killed without a word often ran out of memory."
+            f"{self._witnessed()}",
             tuple(p.rank for p in peers),
         )
+
+    def _witnessed(self) -> str:
+        """What is known besides, to be added to an error."""
+        known = self.witness() if self.witness is not None else ""
+        return f" {known}" if known else ""
+
+
+class _Unheard(RuntimeError):
+    """The store does not answer, as one whose server is stopped."""

@@ -124,7 +124,7 @@ class ShardedLoader:
     def _walk(self, epoch: int, parts: Iterator[Loaded]) -> Iterator[Any]:
         claim = Claim(self._world)
         try:
-            for part in parts:
+            for part in self._world.events.loading(parts):
                 batch = self._move(part.batch)
                 claim.hold(part.size, part.total)
                 self._num_given += 1
@@ -140,7 +140,8 @@ class ShardedLoader:
             return batch
         # From pinned memory, the copy runs beside the host; a copy to the host must have ended when it is read.
         non_blocking = self._loader.pin_memory and self._device.type != "cpu"
-        return batches.move(batch, self._device, non_blocking=non_blocking)
+        with self._world.events.copying():
+            return batches.move(batch, self._device, non_blocking=non_blocking)
 
 
 def _open(loader: DataLoader[Any], place: Place) -> tuple[Order | Stream, DataLoader[Loaded]]:

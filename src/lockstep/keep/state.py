@@ -1,9 +1,10 @@
 """A model and its optimizer as named pieces, and back: who owns what, whatever is split.
 
 Names are `model/NAME` for parameters and buffers, `optimizer/NAME/KEY` for the optimizer's tensors of a parameter,
-`wire/RANK/NAME` for what a worker's wire remembers. What
-is split is written by its owners, part by part; what every worker has is dealt out, so that all write about as much.
-Both are read by ranges of elements, so nothing here depends on how many workers wrote, or on what was split then.
+`wire/RANK/NAME` for what a worker's wire remembers, `strategy/all/NAME` and `strategy/RANK/NAME` for what a strategy
+keeps, alike or of its own on every worker. What is split is written by its owners, part by part; what every worker has
+is dealt out, so that all write about as much. Both are read by ranges of elements, so nothing here depends on how many
+workers wrote, or on what was split then.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.keep.checkpoint import Checkpoint
 from lockstep.keep.piece import Piece
-from lockstep.replica.coded import Coded
+from lockstep.replica.companion import Companion
 from lockstep.replica.data_parallel import DataParallel
 
-MODEL, OPTIMIZER, WIRE = "model/", "optimizer/", "wire/"
+MODEL, OPTIMIZER, WIRE, STRATEGY = "model/", "optimizer/", "wire/", "strategy/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class State:
         self._module = model.module if isinstance(model, DataParallel) else model
         self._optimizer = optimizer
         self._coded = model.coded if isinstance(model, DataParallel) else None
+        self._companion = model.companion if isinstance(model, DataParallel) else None
         self._rank, self._size = rank, size
         self._named = dict(self._module.named_parameters())
         parts = model.parts if isinstance(model, DataParallel) else None
@@ -79,7 +81,16 @@ class State:
                 found.append(Piece.whole(MODEL + name, _real(buffer)))
         if self._coded is not None:
             found.extend(Piece.whole(f"{WIRE}{self._rank}/{n}", value) for n, value in self._coded.state_dict().items())
+        if self._companion is not None:
+            found.extend(self._companion_pieces(self._companion))
         return found
+
+    def _companion_pieces(self, companion: Companion) -> Iterator[Piece]:
+        for number, (name, value) in enumerate(companion.common_tensors().items()):
+            if self._is_dealt(number):
+                yield Piece.whole(f"{STRATEGY}all/{name}", _real(value))
+        for name, value in companion.own_tensors().items():
+            yield Piece.whole(f"{STRATEGY}{self._rank}/{name}", value)
 
     def _is_dealt(self, number: int) -> bool:
         """Whether this worker writes a tensor that all have."""
@@ -135,15 +146,37 @@ class State:
             for held in self._held:
                 self._restore_optimizer(checkpoint, held, scalars.get(held.name, {}))
         if self._coded is not None:
-            self._restore_wire(checkpoint, self._coded)
+            self._coded.load_state_dict(self._own(checkpoint, WIRE) or self._share_of_errors(checkpoint))
+        if self._companion is not None:
+            self._companion.load_common_tensors(_with_prefix(checkpoint, f"{STRATEGY}all/"))
+            self._companion.load_own_tensors(self._own(checkpoint, STRATEGY))
 
-    def _restore_wire(self, checkpoint: Checkpoint, coded: Coded) -> None:
-        """What each worker's wire remembered; on another number of workers it begins anew, and what waited is lost."""
-        names = [name for name in checkpoint.tensors if name.startswith(WIRE)]
-        if len({name.split("/")[1] for name in names}) == self._size:
-            prefix = f"{WIRE}{self._rank}/"
-            mine = [name for name in names if name.startswith(prefix)]
-            coded.load_state_dict({name.removeprefix(prefix): checkpoint.read_whole(name) for name in mine})
+    def _share_of_errors(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """This worker's equal share of all that waited on any worker, where there were more or fewer of them.
+
+        It is the sum of all errors that counts, whoever holds them. What else a wire remembers is alike on all.
+        """
+        found: dict[str, Tensor] = {}
+        for name in sorted(checkpoint.tensors):
+            if not name.startswith(WIRE):
+                continue
+            where, _, what = name.removeprefix(WIRE).partition("/")[2].partition(".")
+            if where == "error":
+                error = checkpoint.read_whole(name) / self._size
+                found[f"error.{what}"] = found[f"error.{what}"] + error if f"error.{what}" in found else error
+            elif not where.startswith("owner_"):
+                found.setdefault(f"{where}.{what}", checkpoint.read_whole(name))
+        for name in checkpoint.tensors:
+            if name.startswith(WIRE) and "/owner_error." in name:
+                part = checkpoint.read_whole(name).view(-1) / self._size
+                begin = int(checkpoint.read_whole(name.replace("/owner_error.", "/owner_begin.")))
+                found["error." + name.partition("/owner_error.")[2]].view(-1)[begin : begin + part.numel()] += part
+        return found
+
+    def _own(self, checkpoint: Checkpoint, room: str) -> dict[str, Tensor]:
+        """What this worker kept of its own; nothing on another number of workers, and what waited there is lost."""
+        owners = {name.split("/")[1] for name in checkpoint.tensors if name.startswith(room)} - {"all"}
+        return _with_prefix(checkpoint, f"{room}{self._rank}/") if len(owners) == self._size else {}
 
     def _check(self, checkpoint: Checkpoint, hyper: Sequence[Any]) -> None:
         here = {MODEL + held.name: held.shape for held in self._held}
@@ -199,6 +232,11 @@ class State:
             self._optimizer.state[held.own] = state
         else:
             self._optimizer.state.pop(held.own, None)
+
+
+def _with_prefix(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
+    names = [name for name in checkpoint.tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): checkpoint.read_whole(name) for name in names}
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -17,11 +17,15 @@ from lockstep.comm.carrier import carrier_of
 from lockstep.errors import UsageError
 from lockstep.replica.bucket import Bucket, Factor
 from lockstep.replica.layout import BucketPlan
-from lockstep.replica.split import Span, equal_spans
-from lockstep.wire import BucketShape, Exchange, Piece, SumWire, Wire
+from lockstep.replica.split import Span, unit_spans
+from lockstep.wire import Auto, BucketShape, Exchange, Piece, SumWire, Wire
+from lockstep.wire.error_feedback import ErrorFeedback, all_errors, save_errors
 
+AUTO = "auto"
 ERROR = "error."
 """In the names of errors, the owners' own included."""
+OWNER = "owner_"
+"""Begins the names of what is known of the owners' own."""
 
 
 class Coded:
@@ -31,31 +35,36 @@ class Coded:
     sends_tail_apart = True
 
     def __init__(self, wire: Wire, group: dist.ProcessGroup, device: torch.device, names: Sequence[str]) -> None:
-        self._wire, self._names = wire, names
+        self._names = names
         # Of its own on the CPU, since the thread that uses it is not the one that gathers parameters.
         self._group = group if device.type == "cuda" else new_group(group, dist.get_backend(group))
         self._carrier = carrier_of(device, "wire")
-        self._is_one_message = isinstance(wire, SumWire)
-        """Whether a bucket can be launched and waited for like any other: what is encoded is added as it is."""
+        self._wires: Sequence[Wire] = (wire,)
+        """For each bucket with gradients; the last one also for those beyond."""
         self.num_parts = group.size()
         self._exchanges: dict[int, Exchange] = {}
         """By the bucket's place in the launch order."""
+        self._is_one_message = False
+        """Whether a bucket can be launched and waited for like any other: what is encoded is added as it is. Not where
+        only some can: on the CPU messages of two threads would come in any order."""
+        self._unsent: dict[int, ErrorFeedback] = {}
+        """Errors of earlier wires, by place, of buckets whose present wire remembers none: to be sent next."""
         self._unit: Factor = 1.0
         """What the present unit of gradients is worth in the first one: with weights of the user's own, workers send
         gradients in units of the total weight that they expect, and errors wait in the same."""
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """These are the buckets from now on."""
-        remembered = self.state_dict()
+        remembered = self._remembered()
         self._exchanges = {
-            bucket.place: Exchange(self._wire, self._shape(bucket), self._group)
-            for bucket in buckets
-            if bucket.plan.slots
+            bucket.place: Exchange(self._wires[min(number, len(self._wires) - 1)], self.shape(bucket), self._group)
+            for number, bucket in enumerate(bucket for bucket in buckets if bucket.plan.slots)
         }
-        if remembered:
-            self.load_state_dict(remembered)
+        self._is_one_message = all(isinstance(each.wire, SumWire) for each in self._exchanges.values())
+        self._carry_over(remembered)
 
-    def _shape(self, bucket: Bucket) -> BucketShape:
+    def shape(self, bucket: Bucket) -> BucketShape:
+        """What a wire needs to know of a bucket."""
         pieces = []
         for slot, param in zip(bucket.plan.slots, bucket.params, strict=True):
             # Sizes in the order of memory, so that matrices are seen as such; complex numbers have two reals each.
@@ -66,8 +75,8 @@ class Coded:
         return BucketShape(plan.tail_offset, tuple(pieces), plan.dtype, plan.device)
 
     def cut(self, plan: BucketPlan, size: int) -> list[Span]:
-        """Equal ones."""
-        return equal_spans(plan, size)
+        """Of whole units, as `Trainer` counts norms by."""
+        return unit_spans(plan, size)
 
     def scatters(self, spans: Sequence[Span]) -> bool:
         """Never: what comes back is decoded whole."""
@@ -76,6 +85,8 @@ class Coded:
     def all_reduce(self, bucket: Bucket) -> Any:
         """Start adding over the wire; returns what to wait for."""
         exchange = self._exchanges.get(bucket.place)
+        if self._unsent and (unsent := self._unsent.pop(bucket.place, None)) is not None:
+            bucket.flat_grads[: unsent.values.numel()].add_(unsent.values)
         if self._is_one_message:
             if exchange is None:
                 return dist.all_reduce(bucket.flat, group=self._group, async_op=True)
@@ -98,24 +109,52 @@ class Coded:
         """What this worker has sent of gradients in the last step."""
         return sum(exchange.num_bytes for exchange in self._exchanges.values())
 
+    def report(self) -> str:
+        """How gradients travel, in words."""
+        return f"gradients travel by {self._wires[0]}: {self.num_bytes} bytes sent by this worker in the last step."
+
     def rescale(self, divisor: Factor) -> None:
         """See BucketReduction."""
         self._unit = self._unit * divisor
-        for exchange in self._exchanges.values():
-            exchange.passage.rescale(1.0 / divisor)  # type: ignore[arg-type]  # A number, or one on the device.
+        for remembering in [*(exchange.passage for exchange in self._exchanges.values()), *self._unsent.values()]:
+            remembering.rescale(1.0 / divisor)  # type: ignore[attr-defined]  # A number, or one on the device.
+
+    def begin(self) -> None:
+        """Nothing: all passes are alike."""
+
+    def end(self) -> None:
+        """Nothing: all passes are alike."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this worker's wires remember, by the names of parameters; errors in the first unit of gradients."""
-        found: dict[str, Tensor] = {}
-        for exchange in self._exchanges.values():
-            found |= exchange.passage.state_dict()
-        return {name: value * self._unit if ERROR in name else value for name, value in found.items()}
+        return {name: value * self._unit if ERROR in name else value for name, value in self._remembered().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` gave on this worker, in a world of the same size."""
-        here = {name: value / self._unit if ERROR in name else value for name, value in state.items()}
-        for exchange in self._exchanges.values():
-            exchange.passage.load_state_dict(here)
+        self._carry_over({name: value / self._unit if ERROR in name else value for name, value in state.items()})
+
+    def _remembered(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for place, exchange in self._exchanges.items():
+            found |= exchange.passage.state_dict()
+            if place in self._unsent:
+                found |= save_errors(self._unsent[place], None)
+        return found
+
+    def _carry_over(self, remembered: Mapping[str, Tensor]) -> None:
+        """Let the exchanges go on from what others, perhaps of other wires, remembered; no error is lost."""
+        self._unsent.clear()
+        for place, exchange in self._exchanges.items() if remembered else ():
+            fresh = exchange.passage.state_dict()
+            waiting = all_errors(remembered, exchange.bucket)
+            if not any(name.startswith(ERROR) for name in fresh):
+                if waiting is not None:
+                    self._unsent[place] = waiting
+                continue
+            fitting = {n: v for n, v in remembered.items() if n in fresh and v.shape == fresh[n].shape}
+            errors = {n: v for n, v in remembered.items() if ERROR in n or n.startswith(OWNER)}
+            anew = {n: v for n, v in fresh.items() if not n.startswith(OWNER)}
+            exchange.passage.load_state_dict(anew | fitting | errors)
 
     def release(self) -> None:
         """Let go of the group."""
@@ -151,17 +190,12 @@ class _Decoding:
         return self._work is None or bool(self._work.is_completed())
 
 
-def require_wire(wire: object, zero: int) -> None:
-    """Raise UsageError unless `wire` can carry the gradients of such a replica."""
-    if wire is None:
+def require_wire(wire: object) -> None:
+    """Raise UsageError unless `wire` can carry gradients."""
+    if wire is None or wire == AUTO or isinstance(wire, Auto):
         return
     if not all(callable(getattr(wire, name, None)) for name in ("open", "bytes_promised")):
         raise UsageError(
-            f"wire={wire!r}: use one of lockstep.wire, as lockstep.wire.Half('bf16'), or an object of that protocol "
-            "(see lockstep.wire.protocol)."
-        )
-    if zero > 1:
-        raise UsageError(
-            f"wire with zero={zero}: what a lossy wire remembers is as large as the gradients, which zero={zero} does "
-            "not keep. Use zero=0 or 1."
+            f"wire={wire!r}: use one of lockstep.wire, as lockstep.wire.Half('bf16'), \"auto\", or an object of that "
+            "protocol (see lockstep.wire.protocol)."
         )

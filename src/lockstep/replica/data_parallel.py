@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,13 @@ from lockstep.events import Kind
 from lockstep.replica import wrapping
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.buffers import Buffers
+from lockstep.replica.choosing import coded_by
 from lockstep.replica.coded import Coded, require_wire
+from lockstep.replica.companion import Companion
 from lockstep.replica.ddp_precision import DDPPrecision, reduce_in
 from lockstep.replica.hook import CommHook
 from lockstep.replica.meta import Materials, has_meta
+from lockstep.replica.moments import QuietPass, num_samples
 from lockstep.replica.placement import Whole
 from lockstep.replica.precision import Masters, Precision, cast
 from lockstep.replica.reducer import Reducer
@@ -30,7 +33,7 @@ from lockstep.replica.shards import Shards
 from lockstep.replica.uneven import Uneven
 from lockstep.replica.untraced import Untraced
 from lockstep.replica.zero import Zero, require_stage
-from lockstep.wire import Wire
+from lockstep.wire import Auto, Wire
 
 
 class DataParallel(nn.Module):
@@ -65,8 +68,10 @@ class DataParallel(nn.Module):
     precision: `lockstep.Precision(params=..., grads=..., master=...)`: compute in one dtype, reduce in another, update
         master weights in a third; with zero=1 to 3.
     wire: one of `lockstep.wire` (Half, Int8, Sign, TopK, LowRank): how gradients are encoded while they travel, for
-        slow networks; with zero=0 or 1. Each says in its docstring what it costs and what it does to exactness.
+        slow networks; "auto" measures in the first steps and picks (see `lockstep.wire.Auto`, `model.wire_report()`).
+        Each says in its docstring what it costs and what it does to exactness.
     shards: `Trainer` uses this, to have everything added along one tree.
+    reduces: False starts equal and sends nothing afterwards: for strategies, which exchange something else.
     blocks: with zero=3, the submodules whose parameters are gathered and released together, by name or by class; if
         not given, the members of lists of like modules.
 
@@ -101,13 +106,14 @@ class DataParallel(nn.Module):
         zero: int = 0,
         blocks: Sequence[str | type[nn.Module]] | None = None,
         precision: Precision | None = None,
-        wire: Wire | None = None,
+        wire: Wire | Auto | Literal["auto"] | None = None,
         shards: Shards | None = None,
+        reduces: bool = True,
     ) -> None:
         super().__init__()
         wrapping.require_module(module)
         require_stage(zero, optimizer, precision)
-        require_wire(wire, zero, shards)
+        require_wire(wire)
         if not zero:
             wrapping.require_memory(module)
         self.module = module
@@ -124,12 +130,16 @@ class DataParallel(nn.Module):
         self._coded: Coded | None = None
         self._reducer: Reducer | None = None
         self._zero: Zero | None = None
-        if self.world.size > 1:
+        self.companion: Companion | None = None
+        """What a strategy keeps with this replica."""
+        if self.world.size > 1 and not reduces:
+            wrapping.start_equal(self.world, names, params, owners, with_buffers=True)
+        elif self.world.size > 1:
             assert self.world.group is not None
             group = reduction_group(self.world.group, device)
             reduction: BucketReduction = Fast(group)
             if wire is not None:
-                reduction = self._coded = Coded(wire, group, device, names)
+                reduction = self._coded = coded_by(wire, self.world, group, device, names)
             if shards is not None:
                 reduction = shards.open(self.world, group, device, params, owners) or reduction
             if zero and optimizer is not None:
@@ -149,7 +159,7 @@ class DataParallel(nn.Module):
                 trained=list(range(len(params))) if all_trained else wrapping.trained_anywhere(self.world, params),
                 sparse_params=frozenset() if all_trained else wrapping.sparse_params(module, params),
                 buffers=buffers,
-                bucket_cap_bytes=wrapping.cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
+                granularity=wrapping.granularity(self.world, device, wire, bucket_cap_mb, bucket_cap_mb_list),
                 group=group,
                 placement=self._zero.placement if self._zero else Whole(reduction, memory_of(group, device), device),
                 partials=shards.partials if shards is not None else None,
@@ -164,27 +174,42 @@ class DataParallel(nn.Module):
         if self.world.size == 1 and shards is not None:
             shards.open(self.world, None, device, params, owners)
         seeds.diverge(self.world.seed, self.world.rank)
-        self.world.replicas.add(self)
+        self.world.welcome(self)
 
     @Untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `module` returns for this worker's part of the batch."""
+        events = self.world.events
         if self._input_device is not None:
-            inputs, kwargs = batches.move((inputs, kwargs), self._input_device, non_blocking=True)
+            with events.copying():
+                inputs, kwargs = batches.move((inputs, kwargs), self._input_device, non_blocking=True)
         reducer = self._reducer
-        if reducer is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self._call(inputs, kwargs)
+        if reducer is None:
+            return self._call_alone(inputs, kwargs) if events else self._call(inputs, kwargs)
         if self.world.has_left:
             raise UsageError("this model was wrapped in a world that has been left. Wrap model.module anew.")
-        if self.world.events:
-            self.world.events.emit(Kind.FORWARD, reducer.step)
+        if events:
+            events.emit(Kind.FORWARD, reducer.step, num_samples=num_samples(self.world, (inputs, kwargs)))
         reducer.before_forward(self.require_backward_grad_sync)
         if self._zero is not None:
             self._zero.see_forward()
         output = self._call(inputs, kwargs)
-        for leaf in tree.leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _grad, begin=reducer.begin: begin())
+        if events:
+            events.emit(Kind.FORWARDED, reducer.step)
+            if not self.require_backward_grad_sync:
+                _call_before_gradients(output, QuietPass(events, reducer.step))
+        _call_before_gradients(output, reducer.begin)
+        return output
+
+    def _call_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """On one worker, with somebody listening."""
+        events = self.world.events
+        events.emit(Kind.FORWARD, num_samples=num_samples(self.world, (inputs, kwargs)))
+        output = self._call(inputs, kwargs)
+        events.emit(Kind.FORWARDED)
+        _call_before_gradients(output, QuietPass(events, -1))
         return output
 
     def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,6 +226,8 @@ class DataParallel(nn.Module):
             self._reducer.release()
         if self._zero is not None:
             self._zero.release()
+        if self.companion is not None:
+            self.companion.release()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -213,9 +240,18 @@ class DataParallel(nn.Module):
             self.require_backward_grad_sync = before
 
     @property
+    def reducer(self) -> Reducer | None:
+        """What sends the gradients; None on a lone worker."""
+        return self._reducer
+
+    @property
     def coded(self) -> Coded | None:
         """What the wire remembers and counts, where there is one."""
         return self._coded
+
+    def wire_report(self) -> str:
+        """How gradients travel, in words; with wire="auto" what was chosen and why, once it has been."""
+        return self._coded.report() if self._coded is not None else "gradients travel as they are."
 
     # What Trainer needs besides.
 
@@ -366,3 +402,10 @@ class DataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a DataParallel model cannot be copied or pickled; do that with model.module.")
+
+
+def _call_before_gradients(output: Any, begin: Callable[[], None]) -> None:
+    """Let `begin` be called when the backward pass comes to `output`, before any gradient of the model is there."""
+    for leaf in tree.leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda _grad: begin())

@@ -31,16 +31,18 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.events import Kind
-from lockstep.replica import layout, sparse, words
+from lockstep.replica import sparse, words
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
 from lockstep.replica.buffers import Buffers
+from lockstep.replica.gauge import Gauge
 from lockstep.replica.hook import CommHook
 from lockstep.replica.notes import Notes, tail_numel
 from lockstep.replica.partials import Partials
 from lockstep.replica.placement import Placement
 from lockstep.replica.shard_buffers import ShardBuffers
 from lockstep.replica.weighing import Unweighed, Weighing
+from lockstep.replica.wrapping import Granularity
 from lockstep.world import World
 
 
@@ -56,7 +58,7 @@ class Reducer:
         trained: Sequence[int],
         sparse_params: frozenset[int],
         buffers: Buffers | ShardBuffers,
-        bucket_cap_bytes: int,
+        granularity: Granularity,
         group: dist.ProcessGroup,
         placement: Placement,
         partials: Partials | None = None,
@@ -87,8 +89,8 @@ class Reducer:
             params,
             [index for index in reversed(trained) if index not in sparse_params],
             placement,
-            cap_bytes=bucket_cap_bytes,
-            share_of_rest=layout.ALL_OF_REST if _talk_through_memory(world) else layout.SHARE_OF_REST,
+            cap_bytes=granularity.cap_bytes,
+            share_of_rest=granularity.share_of_rest,
             tail_numel=tail_numel(len(params), len(buffers)),
         )
         self._renew_buckets()
@@ -102,6 +104,20 @@ class Reducer:
         """Parameters whose gradients were accumulated here and are in no bucket yet."""
         self._extra: set[int] = set()
         """Parameters whose gradients no bucket of this step can take."""
+        self._told: set[int] = set()
+        """Places of buckets that listeners know to have arrived."""
+        self.gauge: Gauge | None = None
+        """Measures gradients on their way, where somebody wants to know."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """All of them, in launch order."""
+        return self._buckets.all
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the parameters, by number."""
+        return self._names
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduce buckets by `hook` from the next pass on."""
@@ -154,6 +170,7 @@ class Reducer:
         if self._buckets.is_due:
             self._renew_buckets()
         self._placement.begin()
+        self._placement.reduction.begin()
         finish = _Finish(self)
         self._armed = weakref.ref(finish)
         torch.autograd.Variable._execution_engine.queue_callback(finish)
@@ -187,6 +204,8 @@ class Reducer:
         else:
             bucket.put_later(slot)
         if bucket.num_missing == 0:
+            if self._world.events:
+                self._world.events.emit(Kind.FULL, self.step, bucket.place, bucket.num_bytes)
             self._launch_full()
 
     def _launch_full(self) -> None:
@@ -215,9 +234,23 @@ class Reducer:
         bucket.put_waiting(self.weighing.factor)
         if self._partials is not None:
             self._partials.complete(bucket)
+        if self.gauge is not None:
+            self.gauge.see_own(self.step, bucket)
         bucket.launch(self._send)
         if self._world.events:
             self._world.events.emit(Kind.LAUNCHED, self.step, bucket.place, bucket.num_bytes)
+            self._tell_arrivals()
+
+    def _tell_arrivals(self) -> None:
+        """Tell of buckets that have arrived while others were being filled: nobody has waited for them."""
+        for bucket in self._buckets.all[: self._num_launched]:
+            if bucket.place not in self._told and bucket.work is not None and bucket.work.is_completed():
+                self._tell_reduced(bucket)
+
+    def _tell_reduced(self, bucket: Bucket) -> None:
+        if self._world.events and bucket.place not in self._told:
+            self._told.add(bucket.place)
+            self._world.events.emit(Kind.REDUCED, self.step, bucket.place, bucket.num_bytes)
 
     def _send(self, bucket: Bucket) -> Any:
         if self._hook is not None and bucket.plan.slots:
@@ -247,6 +280,7 @@ class Reducer:
 
     def _finish(self) -> None:
         if self._world.events:
+            self._tell_arrivals()
             self._world.events.emit(Kind.WAITING, self.step)
         try:
             for bucket in self._buckets.all[self._num_launched :]:
@@ -315,6 +349,8 @@ class Reducer:
                 self._placement.divide(bucket, self.weighing.divisor)
             if notes.num_explicit:
                 self._placement.reduction.rescale(self.weighing.divisor)
+        if self.gauge is not None:
+            self.gauge.see_sums(self.step, self._buckets.all)
         num_active = notes.num_active
         changed = notes.changed()
         extras = self._extra_round() if notes.has_extra else {}
@@ -324,6 +360,7 @@ class Reducer:
         if changed:
             self._buffers.sync(changed, self.authority(is_active), self.group)
         self._learn_order()
+        self._placement.reduction.end()
         self.step += 1
         return num_active
 
@@ -351,8 +388,7 @@ class Reducer:
         self._placement.settle(bucket)
         bucket.work = None  # It may hold copies of the bucket: gloo's reduce-scatter does.
         bucket.is_settled = True
-        if self._world.events:
-            self._world.events.emit(Kind.REDUCED, self.step, bucket.place, bucket.num_bytes)
+        self._tell_reduced(bucket)
 
     def _await(self, bucket: Bucket) -> None:
         if self._hook is not None and bucket.plan.slots:
@@ -435,12 +471,9 @@ class Reducer:
         self._expects_pass = False
         self._touched.clear()
         self._extra.clear()
+        self._told.clear()
         if self._partials is not None:
             self._partials.clear()
-
-
-def _talk_through_memory(world: World) -> bool:
-    return world.device.type == "cpu" and world.peers.are_on_one_host
 
 
 class _Finish:

@@ -33,6 +33,12 @@ class BucketReduction(Protocol):
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """These are the buckets from now on."""
 
+    def begin(self) -> None:
+        """A synchronised backward pass begins."""
+
+    def end(self) -> None:
+        """Its gradients are all in place, on every worker."""
+
     def cut(self, plan: BucketPlan, size: int) -> list[Span]:
         """Which span of a bucket each worker owns, where an optimizer may have any."""
 
@@ -65,6 +71,12 @@ class Fast:
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Nothing: all are alike."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
 
     def cut(self, plan: BucketPlan, size: int) -> list[Span]:
         """Equal ones."""
@@ -102,6 +114,12 @@ class Tree:
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Nothing: all are alike."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
 
     def cut(self, plan: BucketPlan, size: int) -> list[Span]:
         """Of whole units, so that norms do not depend on the cut."""

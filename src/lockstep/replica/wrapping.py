@@ -1,6 +1,7 @@
 """What is asked of a model and of the arguments when it is wrapped."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -106,12 +107,29 @@ def sparse_params(module: nn.Module, params: Sequence[nn.Parameter]) -> frozense
     return frozenset(index for index, param in enumerate(params) if id(param) in weights)
 
 
-def cap_bytes(cap_mb: float | None, cap_list: Sequence[float] | None) -> int:
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """How finely gradients are cut into buckets."""
+
+    cap_bytes: int
     """The size of a bucket."""
+    share_of_rest: int
+    """A bucket takes at most one in so many bytes of what is left."""
+
+
+def granularity(
+    world: World, device: torch.device, wire: object, cap_mb: float | None, cap_list: Sequence[float] | None
+) -> Granularity:
+    """What fits the way that buckets travel; the user's cap counts where there is one."""
+    talk_through_memory = device.type == "cpu" and world.peers.are_on_one_host
+    is_coded = wire is not None and device.type == "cuda"
+    share = layout.ALL_OF_REST if talk_through_memory or is_coded else layout.SHARE_OF_REST
     if cap_list:
         cap_mb = cap_list[-1]
     if cap_mb is None:
-        return layout.BUCKET_BYTES
+        cap_mb = getattr(wire, "bucket_mb", None) if is_coded else None
+    if cap_mb is None:
+        return Granularity(layout.BUCKET_BYTES, share)
     if cap_mb <= 0:
         raise UsageError(f"bucket_cap_mb={cap_mb}: a bucket must have a size.")
-    return int(cap_mb * (1 << 20))
+    return Granularity(int(cap_mb * (1 << 20)), share)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from lockstep.environment import WATCH
 from lockstep.errors import LaunchError
 from lockstep.start import host
 from lockstep.start.failure import Failure, first
@@ -70,8 +71,11 @@ def run(
     threads: int | None = None,
     prefix: bool = True,
     notice: timedelta = NOTICE,
+    watch: str | None = None,
 ) -> Outcome:
     """Run `command` as `workers` workers and return when all have ended; called in the main thread.
+
+    watch: the folder in which the run is recorded, if it is to be watched.
 
     With several workers, their output is relayed line by line. A single one has this process's own terminal, so that
     progress bars, colours and debuggers work as without a launcher.
@@ -82,7 +86,7 @@ def run(
     with Signals() as signals, Meeting() as meeting, Warden() as warden:
         processes = []
         for rank in range(size):
-            environ = _environ(rank, size, meeting.port, num_threads)
+            environ = _environ(rank, size, meeting.port, num_threads, watch)
             processes.append(
                 execute(command, environ, warden)
                 if size == 1
@@ -150,7 +154,9 @@ def _time_failed(worker: Worker, words: LastWords) -> float:
     return began
 
 
-def _environ(rank: int, size: int, port: int, num_threads: int | None) -> dict[str, str]:
+def _environ(rank: int, size: int, port: int, num_threads: int | None, watch: str | None) -> dict[str, str]:
     """A worker's whole environment. Its output is not to linger in buffers: what a killed one said last counts."""
     added = variables(os.environ, rank=rank, size=size, port=port, num_threads=num_threads)
+    if watch is not None:
+        added[WATCH] = str(Path(watch).resolve())
     return {"PYTHONUNBUFFERED": "1", **os.environ, **added}

@@ -1,6 +1,7 @@
 """What a step of the trainer returns."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -8,7 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step, the same on every worker. On a GPU its numbers are read when they are asked for, and not before."""
+    """One step, the same on every worker; with a strategy, what this worker made of its own shards.
+
+    On a GPU the numbers are read when they are asked for, and not before.
+    """
 
     step: int
     """How many steps have been made, this one included."""
@@ -17,6 +21,7 @@ class StepResult:
     _grad_norm: Tensor
     _weight: Tensor
     _lr: float | Tensor
+    _staleness: Callable[[], int] | None = None
 
     @property
     def loss(self) -> float:
@@ -37,6 +42,14 @@ class StepResult:
     def lr(self) -> float:
         """The learning rate of the optimizer's first group in this step."""
         return float(self._lr)
+
+    @property
+    def staleness(self) -> int:
+        """With `Async`, how many updates of others came between reading the parameters and this one, at most.
+
+        Waits until the gradient is applied, if it is asked for before the next step. 0 without `Async`.
+        """
+        return self._staleness() if self._staleness is not None else 0
 
     @property
     def skipped(self) -> bool:

@@ -9,7 +9,7 @@ Without a strategy every step is that of one worker on the whole batch (`Synchro
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from lockstep.train.deterministic import Determinism
 from lockstep.train.feed import Feed, Loading
 from lockstep.train.result import StepResult
 from lockstep.train.shard_loss import LossFn
-from lockstep.wire import Wire
 from lockstep.world import World
 
 
@@ -39,7 +38,7 @@ class Setting:
     zero: int
     blocks: Any
     bucket_cap_mb: float | None
-    wire: Wire | str | None
+    wire: Any
     scheduler: Any
     scaler: Any
     determinism: Determinism
@@ -92,6 +91,17 @@ class Stepper(Protocol):
 
     def close(self) -> None:
         """No more steps will be made."""
+
+
+@runtime_checkable
+class Independent(Protocol):
+    """What a stepper has besides if its workers make their steps each for itself, some more than others."""
+
+    def end_feed(self) -> None:
+        """This worker's feed has ended; all workers come here, each when it is so far."""
+
+    def agreed_steps(self, steps: int) -> int:
+        """All workers have come together: how many steps they have made, where this one has counted `steps`."""
 
 
 class Strategy(Protocol):

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,9 +35,9 @@ from lockstep.train.evaluation import MetricFn, evaluate
 from lockstep.train.feed import Loading, Position
 from lockstep.train.result import StepResult
 from lockstep.train.shard_loss import LossFn
-from lockstep.train.strategy import Setting, Strategy, Walkable
+from lockstep.train.strategy import Independent, Setting, Strategy, Walkable
 from lockstep.train.synchronous import Synchronous
-from lockstep.wire import Wire
+from lockstep.wire import Auto, Wire
 from lockstep.world import World, join
 
 
@@ -81,7 +81,7 @@ class Trainer:
         zero: int = 0,
         blocks: Any = None,
         bucket_cap_mb: float | None = None,
-        wire: Wire | str | None = None,
+        wire: Wire | Auto | Literal["auto"] | None = None,
         strategy: Strategy | None = None,
         scheduler: Any = None,
         scaler: Any = None,
@@ -187,6 +187,9 @@ class Trainer:
                 here.batches, here.stream = batch.number + 1, batch.stream
                 yield batch
             here.epoch, here.batches, here.stream = here.epoch + 1, 0, None
+        if isinstance(self._stepper, Independent):
+            self._stepper.end_feed()
+            self.steps = self._stepper.agreed_steps(self.steps)
         here.feed, here.epoch, here.batches, here.stream = number + 1, 0, 0, None
 
     # The step
@@ -232,7 +235,7 @@ class Trainer:
         size = 32 * self._tree.shards if batch_size is None else batch_size
         loading = Loading(size, shuffle=False, collate_fn=collate_fn, num_workers=num_workers)
         feed = self._setting.feed(dataset, loading, seeds.derive(self.seed, "evaluate"))
-        self._stepper.before_save()
+        self._settle()
         with self._determinism():
             return evaluate(self.model, feed, metric_fn, self._tree.runs[0][1])
 
@@ -247,7 +250,7 @@ class Trainer:
         wait: bool = True,
     ) -> Saving | Path:
         """Write a checkpoint of everything into the folder `path`, as `lockstep.save` does; every worker calls this."""
-        self._stepper.before_save()
+        self._settle()
         return save_checkpoint(
             path,
             self.model,
@@ -271,7 +274,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, in memory: whole tensors by name and plain values. Every worker calls this, and gets it all."""
-        self._stepper.before_save()
+        self._settle()
         return {"trainer": self._progress(), **whole_state(self.model, self.optimizer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -280,13 +283,22 @@ class Trainer:
         restore_state(self.model, self.optimizer, state)
         self._go_on_from(state["trainer"])
 
+    def _settle(self) -> None:
+        """All workers are here: let their replicas be what is to be kept, and their numbers of steps be one."""
+        self._stepper.before_save()
+        if isinstance(self._stepper, Independent):
+            self.steps = self._stepper.agreed_steps(self.steps)
+
     def _progress(self) -> dict[str, Any]:
+        position = self._position.to_json()
+        if isinstance(self._stepper, Independent):  # What has been used is the stepper's to know; this is about where.
+            position = self.world.broadcast(position)
         return {
             "steps": self.steps,
             "shards": self._tree.shards,
             "seed": self.seed,
             "threads": self._threads if self.world.device.type == "cpu" else None,
-            "position": self._position.to_json(),
+            "position": position,
             "stepper": self._stepper.state_dict(),
             "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,

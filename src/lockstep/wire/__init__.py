@@ -8,8 +8,10 @@ top_k           the largest values
 low_rank        products of two thin matrices
 error_feedback  what was lost is added to the next gradient
 exchange        carry one bucket between workers
+auto            which of them pays, from measured costs
 """
 
+from lockstep.wire.auto import Auto
 from lockstep.wire.chunks import ChunkWire
 from lockstep.wire.exchange import Exchange
 from lockstep.wire.full import Full
@@ -22,6 +24,7 @@ from lockstep.wire.sums import SumWire
 from lockstep.wire.top_k import TopK
 
 __all__ = [
+    "Auto",
     "BucketShape",
     "ChunkWire",
     "Exchange",

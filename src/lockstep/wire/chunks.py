@@ -25,6 +25,7 @@ class ChunkWire(ABC):
 
     __slots__ = ()
     is_lossy: bool = True
+    bucket_mb: float = 25
 
     @property
     def grain(self) -> int:

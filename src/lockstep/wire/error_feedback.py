@@ -116,6 +116,17 @@ def load_errors(state: Mapping[str, Tensor], bucket: BucketShape, own: ErrorFeed
     own.take_from(errors.add_(owner_errors))
 
 
+def all_errors(state: Mapping[str, Tensor], bucket: BucketShape) -> ErrorFeedback | None:
+    """All that waits in a saved state for the pieces of a bucket, as one error; None if nothing does."""
+    names = {f"{kind}.{piece.name}" for piece in bucket.pieces for kind in ("error", "owner_error")}
+    if not any(name in state for name in names):
+        return None
+    zeros = {f"error.{piece.name}": torch.zeros(piece.numel, device=bucket.device) for piece in bucket.pieces}
+    error = ErrorFeedback(bucket, 0, bucket.numel)
+    load_errors(zeros | dict(state), bucket, error, ErrorFeedback(bucket, bucket.numel, 0))
+    return error
+
+
 def _fill(whole: Tensor, piece: Piece, begin: int, end: int, part: Tensor) -> None:
     if not 0 <= begin <= end <= piece.numel or part.numel() != end - begin:
         raise UsageError(

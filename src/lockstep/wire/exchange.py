@@ -13,6 +13,7 @@ the same order on all workers, as every collective. Gradients come multiplied by
 weight, so that the sum is the mean.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Exchange:
         self._group = group
         self._rank = 0 if group is None else group.rank()
         self._size = 1 if group is None else group.size()
-        self._wire, self._bucket = wire, bucket
+        self.wire, self.bucket = wire, bucket
         self.passage: Passage = wire.open(bucket, self._rank, self._size)
         self.num_bytes = 0
         """What this worker has sent in the present exchange, or the last one; an all-reduce counts as a ring."""
@@ -40,7 +41,7 @@ class Exchange:
     @property
     def bytes_promised(self) -> int:
         """What the wire says that each worker sends."""
-        return self._wire.bytes_promised(self._bucket, self._size)
+        return self.wire.bytes_promised(self.bucket, self._size)
 
     def run(self, flat: Tensor) -> Tensor:
         """Set `flat` to its sum over all workers, and return it; what it has beyond the bucket stays as it is."""
@@ -103,3 +104,18 @@ def _place_for(tensor: Tensor, route: Route, size: int) -> Tensor:
 def _wait(work: Any) -> None:
     if work is not None:
         work.wait()
+
+
+def rehearse(wire: Wire, bucket: BucketShape, flat: Tensor, rank: int, size: int) -> Callable[[], None]:
+    """What goes through an exchange with nobody when it is called: all that is computed, and no message."""
+    passage = wire.open(bucket, rank, size)
+
+    def go_through() -> None:
+        out = passage.encode(flat)
+        back = passage.combine(out.tensor)
+        arrived = back if back is not None else out
+        is_gathered = arrived.route is Route.GATHER
+        tensor = arrived.tensor.reshape(1, -1).repeat(size, 1) if is_gathered else arrived.tensor
+        passage.decode(tensor, flat)
+
+    return go_through

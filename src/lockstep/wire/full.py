@@ -17,6 +17,7 @@ class Full(SumWire):
     """
 
     is_lossy = False
+    bucket_mb = 25
 
     def encoded_bytes(self, bucket: BucketShape) -> int:
         """The bucket's."""

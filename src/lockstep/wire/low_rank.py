@@ -37,6 +37,7 @@ class LowRank:
     rank: int = 4
 
     is_lossy = True
+    bucket_mb = 200
 
     def __post_init__(self) -> None:
         is_fit = isinstance(self.rank, int) and 1 <= self.rank <= 256

@@ -160,6 +160,13 @@ class Wire(Protocol):
     def is_lossy(self) -> bool:
         """Whether the sum differs from that of a plain all-reduce."""
 
+    @property
+    def bucket_mb(self) -> float:
+        """MB of gradients to encode at a time on GPUs, where a message costs more than a small one's bytes.
+
+        Tuned by `bench/step.py` with GPT-2 124M on 2 NCCL ranks; on the CPU buckets stay small.
+        """
+
     def open(self, bucket: BucketShape, rank: int, size: int) -> Passage:
         """The state of one bucket on worker `rank` of `size`."""
 

@@ -34,6 +34,8 @@ class Sign(ChunkWire):
 
     block: int = 256
 
+    bucket_mb = 150
+
     def __post_init__(self) -> None:
         require_block(self.block, "Sign", 32)
 

@@ -13,6 +13,7 @@ class SumWire(ABC):
 
     __slots__ = ()
     is_lossy: bool = True
+    bucket_mb: float = 100
 
     @abstractmethod
     def encoded_bytes(self, bucket: BucketShape) -> int:

@@ -35,6 +35,8 @@ class TopK(ChunkWire):
 
     ratio: float = 0.01
 
+    bucket_mb = 150
+
     def __post_init__(self) -> None:
         is_fit = isinstance(self.ratio, (int, float)) and 0.0 < self.ratio <= 0.5
         advice = "It is a share above 0 and up to 0.5, such as 0.01; beyond 0.5 Full() sends less."

@@ -1,0 +1,9 @@
+"""Watches a script that does not ask for it: for `lockstep run --watch`, and LOCKSTEP_WATCH under any launcher."""
+
+from lockstep.watching.watcher import watch
+from lockstep.world import World
+
+
+def enter(world: World, folder: str) -> None:
+    """Watch every model that is wrapped in `world` from now on; called by `join` where the environment says so."""
+    world.on_wrap.append(lambda model: watch(model, folder) and None)

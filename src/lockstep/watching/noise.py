@@ -1,0 +1,117 @@
+"""The gradient noise scale: from which batch on a larger one no longer pays.
+
+McCandlish et al. 2018, appendix A. The gradient of b samples has the squared norm |G|^2 + S/b in expectation, where G
+is the true gradient and S the trace of the covariance of one sample's. Each worker knows its own gradient's norm (b
+samples), and all know that of the whole batch (B samples), so both unknowns can be estimated without bias:
+
+    S      = (sum_r p_r |g_r|^2 - |g|^2) * B / (N - 1)        p_r = b_r / B, the parts of N workers
+    |G|^2  = |g|^2 - S / B
+
+and the noise scale is S / |G|^2, each smoothed by itself, since a ratio of two noisy numbers is biased. `NormGauge`
+takes the norms in every 16th step: two reads of the gradients.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.replica.bucket import Bucket
+from lockstep.replica.reducer import Reducer
+
+_EVERY = 16
+"""A step in which norms are taken costs two reads of the gradients on top of a dozen of forward, backward and update;
+in one of 16 steps that is under 1 %: bench/watching.py."""
+_SMOOTHING = 0.9
+
+
+class NormGauge:
+    """Takes the squared norms of this worker's own gradients and of the whole batch's. See replica/gauge.py."""
+
+    def __init__(self, reducer: Reducer, *, is_main: bool, every: int = _EVERY) -> None:
+        self._reducer, self._is_main, self._every = reducer, is_main, every
+        self._own: list[Tensor] = []
+        self.noted: dict[str, float | Tensor] = {}
+        """What the step under way has shown: `own`, `share` of the weight, and on worker 0 `whole`."""
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._every == 1 % self._every
+
+    def see_own(self, step: int, bucket: Bucket) -> None:
+        """See Gauge."""
+        if self._is_due(step) and bucket.plan.slots:
+            end = bucket.plan.tail_offset
+            grads = bucket.flat_grads if len(bucket.lanes) == 1 else bucket.lanes[:, :end].sum(0)
+            self._own.append(_squared(grads))
+
+    def see_sums(self, step: int, buckets: Sequence[Bucket]) -> None:
+        """See Gauge."""
+        own, self._own = self._own, []
+        if not self._is_due(step) or not own:
+            return
+        self.noted = {"own": _total(own), "share": self._reducer.weighing.counted}
+        if self._is_main:
+            self.noted["whole"] = _total([_squared(bucket.flat_grads) for bucket in buckets if bucket.plan.slots])
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """What a step showed of one worker's gradient."""
+
+    square: float
+    """Its squared norm."""
+    num_samples: float
+
+
+class NoiseScale:
+    """The smoothed estimate, on worker 0."""
+
+    def __init__(self) -> None:
+        self._noise = self._signal = 0.0
+        self._number = 0
+
+    def see(self, norms: Sequence[Norms], whole: float) -> None:
+        """Take a step into account: every worker's norms, and the square of the whole batch's."""
+        parts = [each for each in norms if each.num_samples > 0]
+        batch = sum(each.num_samples for each in parts)
+        if len(parts) < 2:
+            return
+        mean = sum(each.num_samples / batch * each.square for each in parts)
+        noise = (mean - whole) * batch / (len(parts) - 1)
+        self._number += 1
+        # The plain mean at first, so that the first step does not linger.
+        weight = max(1.0 / self._number, 1.0 - _SMOOTHING)
+        self._noise += weight * (noise - self._noise)
+        self._signal += weight * (whole - noise / batch - self._signal)
+
+    @property
+    def value(self) -> float | None:
+        """In samples; None before there is an estimate, and where noise hides the gradient altogether."""
+        if self._number < 2 or self._signal <= 0 or self._noise <= 0:
+            return None
+        return self._noise / self._signal
+
+
+def norms_of(noted: Mapping[int, Mapping[str, float]], samples: Mapping[int, float]) -> list[Norms] | None:
+    """Each worker's norms from what it noted; None unless every worker has noted some."""
+    if not noted or not all("own" in each for each in noted.values()):
+        return None
+    # A bucket holds the gradient times the worker's share of the weight. Where losses were weighed beforehand
+    # (Trainer) everybody's share is noted as 1, and is that of the samples.
+    total = sum(samples.values()) or 1.0
+    is_weighed_before = min(each["share"] for each in noted.values()) >= 1.0
+    norms = []
+    for rank, each in noted.items():
+        share = samples[rank] / total if is_weighed_before else each["share"]
+        norms.append(Norms(each["own"] / share**2, samples[rank]) if share else Norms(0.0, 0.0))
+    return norms
+
+
+def _squared(grads: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grads, dtype=torch.float32)
+    return norm.square()
+
+
+def _total(squares: list[Tensor]) -> Tensor:
+    return torch.stack([each.reshape(()) for each in squares]).sum()

@@ -1,0 +1,224 @@
+"""`lockstep report` without a browser: what is read, what is said, and what is refused."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_run import write_hang, write_run
+
+from lockstep.cli.main import main
+from lockstep.errors import UsageError
+from lockstep.watching import page_words as words
+from lockstep.watching.page_scale import scale, thinned, ticks_within
+from lockstep.watching.report import report
+from lockstep.watching.report_verdict import verdict
+from lockstep.watching.run_folder import RunFolder
+from lockstep.watching.run_record import KINDS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+def read(folder):
+    return report(RunFolder(folder))
+
+
+# What is read
+
+
+def test_a_run_is_read_as_it_was_written(folder):
+    steps = list(RunFolder(folder).steps())
+    assert [step.step for step in steps] == list(range(300))
+    for step in steps:
+        for worker in step.workers:
+            assert sum(worker.shares_ms.values()) == pytest.approx(worker.wall_ms)
+    traces = RunFolder(folder)
+    assert [trace.step for trace in traces.traces()] == sorted(traces.trace_places())
+    assert all(traces.trace_at(place).step == step for step, place in traces.trace_places().items())
+
+
+def test_means_leave_the_first_steps_out(folder):
+    found = read(folder)
+    walls = found.columns["wall_ms"]
+    assert found.num_warm_up == 10
+    assert found.step_ms == pytest.approx(walls[10:].mean())
+    assert found.samples_per_s == pytest.approx(256e3 / walls[10:].mean())
+    assert found.efficiency == pytest.approx(182 / walls[10:].mean())
+    assert found.part(*KINDS) == pytest.approx(1)
+
+
+def test_the_straggler_is_named_with_its_cause(folder):
+    said = verdict(read(folder))
+    assert not said.is_good
+    assert said.headline.startswith("Worker 2 holds everyone up by 64")
+    assert "by data loading" in said.headline and "num_workers" in said.detail
+
+
+def test_nobody_is_named_when_nobody_stands_out(tmp_path):
+    said = verdict(read(write_run(tmp_path, slow=None)))
+    assert said.is_good and said.headline == "Nobody holds the others up."
+
+
+def test_one_worker_waits_for_nobody(tmp_path):
+    assert verdict(read(write_run(tmp_path, workers=1, slow=None, steps=20))).headline.startswith("One worker")
+
+
+def test_a_hang_comes_before_a_straggler(tmp_path):
+    write_hang(write_run(tmp_path, steps=30))
+    said = verdict(read(tmp_path))
+    assert said.headline == "The run hung at step 12: worker 1 did not arrive."
+    assert "'head.weight'" in said.detail
+
+
+def test_a_run_that_hung_in_its_first_step_has_a_page(tmp_path):
+    write_hang(write_run(tmp_path, steps=0))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "did not arrive" in (tmp_path / "report.html").read_text()
+
+
+def test_damaged_lines_are_counted_and_a_torn_end_is_not(tmp_path, capsys):
+    write_run(tmp_path, steps=40)
+    whole = (tmp_path / "steps.jsonl").read_bytes().splitlines(keepends=True)
+    whole[3] = b'{"step": 3, "time"\n'
+    whole[7] = b"\xff\xfe\x00 not text\n"
+    whole[9] = b'{"step": 9}\n'
+    whole[11] = b'{"step": 11, "time": 0, "workers": [{"rank": 0}]}\n'
+    whole[13] = b"[" * 100_000 + b"\n"
+    whole[-1] = whole[-1][:50]
+    (tmp_path / "steps.jsonl").write_bytes(b"".join(whole))
+    found = read(tmp_path)
+    assert found.num_skipped == 5 and found.steps.size == 34
+    assert main(["report", str(tmp_path)]) == 0
+    assert "5 lines could not be read" in capsys.readouterr().out
+    assert "5 lines of the folder could not be read" in (tmp_path / "report.html").read_text()
+
+
+def test_a_bucket_that_never_came_back_is_left_out(tmp_path):
+    write_run(tmp_path, steps=5)
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    lines[2]["workers"][0]["buckets"][3]["reduced_us"] = None
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = RunFolder(tmp_path)
+    assert [len(trace.workers[0].flights) for trace in found.traces()] == [4, 4, 3, 4, 4]
+    assert found.num_skipped == 0
+
+
+def test_losses_that_are_not_finite_are_said(tmp_path):
+    write_run(tmp_path, steps=40)
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    for line in lines[30:]:
+        line["loss"] = math.nan
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Not finite in 10 steps, the first time at step 30." in (tmp_path / "report.html").read_text()
+
+
+# What is refused
+
+
+def refused(*args):
+    with pytest.raises(UsageError) as caught:
+        read(*args)
+    return str(caught.value)
+
+
+def test_no_folder_is_refused(tmp_path):
+    assert "there is no folder" in refused(tmp_path / "nowhere")
+
+
+def test_another_folder_is_refused(tmp_path):
+    assert "is not the folder of a watched run: it has no run.json" in refused(tmp_path)
+
+
+def test_a_run_without_steps_is_refused(tmp_path):
+    assert "has made no step yet" in refused(write_run(tmp_path, steps=0))
+
+
+def test_a_run_of_damaged_steps_is_refused(tmp_path):
+    write_run(tmp_path, steps=0)
+    (tmp_path / "steps.jsonl").write_text("{}\n" * 7)
+    assert "none of the 7 lines" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": "new"}'])
+def test_a_damaged_run_is_refused(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    assert "cannot be read" in refused(tmp_path)
+
+
+def test_a_run_from_the_future_is_refused(tmp_path):
+    (tmp_path / "run.json").write_text('{"version": 2, "lockstep": "0.9.0", "shape": "unknown"}')
+    assert "written by Lockstep 0.9.0 in format 2" in refused(tmp_path)
+    assert main(["report", str(tmp_path)]) == 2
+
+
+def test_a_page_that_cannot_be_written_is_refused(folder, tmp_path, capsys):
+    assert main(["report", str(folder), "--output", str(tmp_path / "none" / "page.html")]) == 2
+    assert "give --output a file" in capsys.readouterr().err
+
+
+# The command
+
+
+def test_the_command_says_the_verdict_and_needs_no_torch(folder, tmp_path):
+    code = "import sys; from lockstep.cli.main import main; status = main(); print('torch' in sys.modules, status)"
+    files = ["--output", str(tmp_path / "page.html"), "--trace", str(tmp_path / "trace.json")]
+    command = [sys.executable, "-c", code, "report", str(folder), *files]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    assert said[0].startswith("train.py on 4 workers, 300 steps, 1,0")
+    assert said[1].startswith("Worker 2 holds everyone up")
+    assert said[-1] == "False 0"
+    assert (tmp_path / "page.html").exists() and (tmp_path / "trace.json").exists()
+
+
+# Scales and words
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=500), st.integers(1, 60))
+def test_thinning_keeps_what_is_highest_and_lowest(values, columns):
+    y = np.array(values)
+    shown = thinned(np.arange(y.size, dtype=float), y, columns)
+    assert shown.x.size <= max(columns, 1)
+    assert shown.low.min() == y.min() and shown.high.max() == y.max()
+    assert np.all(np.diff(shown.x) > 0)
+
+
+def test_thinning_leaves_gaps_out():
+    shown = thinned(np.arange(4.0), np.array([1.0, math.nan, math.inf, 2.0]), 10)
+    assert shown.x.tolist() == [0, 3] and not shown.is_thinned
+
+
+@given(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.booleans())
+def test_a_scale_holds_its_range(low, span, from_zero):
+    found = scale(low, low + span, from_zero=from_zero)
+    assert found.low <= low + abs(low) * 1e-6 + 1e-9 and found.high >= low + span - abs(low + span) * 1e-6 - 1e-9
+    assert found.high > found.low and 2 <= len(found.ticks) <= 8
+    assert 0 <= found.place(low) <= 1
+
+
+def test_ticks_are_round():
+    assert ticks_within(0, 257, most=6) == [0, 50, 100, 150, 200, 250]
+    assert scale(3, 90_000).is_log
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        (words.number(1788.4), "1,788"), (words.number(0.003123), "0.00312"), (words.number(None), words.NONE),
+        (words.number(math.nan), words.NONE),
+        (words.milliseconds(64.03), "64.0 ms"), (words.milliseconds(0.02), "20.0 µs"),
+        (words.milliseconds(74_000), "1 min 14 s"), (words.duration(9600), "2 h 40 min"),
+        (words.percent(0.031), "3.1 %"),
+        (words.percent(0.999), "100 %"), (words.size(42_800_000), "42.8 MB"), (words.count(10_700_000), "10.7 M"),
+        (words.counted(1, "step"), "1 step"), (words.rounded(0.0005), "0.0005"), (words.rounded(2000), "2,000"),
+    ],
+)  # fmt: skip
+def test_numbers_in_words(text):
+    assert text[0] == text[1]
