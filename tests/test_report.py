@@ -14,6 +14,7 @@ from report_run import write_hang, write_run
 from lockstep.cli.main import main
 from lockstep.errors import UsageError
 from lockstep.watching import page_words as words
+from lockstep.watching.page_chart import Chart, line_chart
 from lockstep.watching.page_scale import scale, thinned, ticks_within
 from lockstep.watching.report import report
 from lockstep.watching.report_verdict import verdict
@@ -70,11 +71,23 @@ def test_one_worker_waits_for_nobody(tmp_path):
     assert verdict(read(write_run(tmp_path, workers=1, slow=None, steps=20))).headline.startswith("One worker")
 
 
-def test_a_hang_comes_before_a_straggler(tmp_path):
-    write_hang(write_run(tmp_path, steps=30))
-    said = verdict(read(tmp_path))
-    assert said.headline == "The run hung at step 12: worker 1 did not arrive."
-    assert "'head.weight'" in said.detail
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (12, "The run hung at step 12: worker 1 did not arrive."),
+        (30, "The run stood still at step 12: worker 1 did not arrive in time. It went on later."),
+    ],
+)
+def test_a_hang_comes_before_a_straggler(tmp_path, steps, said):
+    write_hang(write_run(tmp_path, steps=steps))
+    found = verdict(read(tmp_path))
+    assert found.headline == said and "'head.weight'" in found.detail
+
+
+def test_empty_files_of_stacks_are_no_hang(tmp_path):
+    (write_run(tmp_path, steps=30) / "hangs").mkdir()
+    (tmp_path / "hangs" / "worker-0.txt").touch()
+    assert read(tmp_path).hang is None
 
 
 def test_a_run_that_hung_in_its_first_step_has_a_page(tmp_path):
@@ -198,9 +211,16 @@ def test_thinning_leaves_gaps_out():
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.booleans())
 def test_a_scale_holds_its_range(low, span, from_zero):
     found = scale(low, low + span, from_zero=from_zero)
-    assert found.low <= low + abs(low) * 1e-6 + 1e-9 and found.high >= low + span - abs(low + span) * 1e-6 - 1e-9
+    slack = 1e-8 * (found.high - found.low)
+    assert found.low <= low + slack and found.high >= low + span - slack
     assert found.high > found.low and 2 <= len(found.ticks) <= 8
     assert 0 <= found.place(low) <= 1
+
+
+@pytest.mark.parametrize("values", [(5e-324, 1.0), (0.0, 5e-324), (1e300, 1e308), (-1e308, 1e308), (7.0, 7.0 + 1e-15)])
+def test_extreme_values_have_a_chart(values):
+    page = line_chart(Chart("Loss", "", np.arange(2.0), np.array(values)))
+    assert page.startswith("<figure") or page == ""
 
 
 def test_ticks_are_round():

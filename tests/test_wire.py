@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
-from lockstep.wire import BucketShape, Full, Half, Int8, LowRank, Piece, Route, Sign, TopK
+from lockstep.wire import After, BucketShape, Exchange, Full, Half, Int8, LowRank, Piece, Route, Sign, TopK
 from lockstep.wire.low_rank import orthonormal
 from lockstep.wire.sign import pack, unpack
 from lockstep.wire.top_k import largest
@@ -24,7 +24,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-CHUNKED = [Int8(), Int8(block=8), Sign(), Sign(block=32), TopK(), TopK(ratio=0.3)]
+CHUNKED = [Int8(), Int8(block=8), Sign(feedback=1.0), Sign(block=32, feedback=1.0), TopK(), TopK(ratio=0.3)]
 LOSSY = [*CHUNKED, LowRank(), LowRank(rank=1)]
 ALL = [Full(), Half("bf16"), Half("fp16"), *LOSSY]
 
@@ -290,7 +290,7 @@ def test_what_was_decoded_and_the_error_add_up_to_what_was_put_in(wire, size):
     torch.testing.assert_close(decoded + error, put_in, rtol=0.0, atol=1e-3)
 
 
-@pytest.mark.parametrize("wire", [Int8(), Sign(), TopK(0.05), LowRank(2)], ids=repr)
+@pytest.mark.parametrize("wire", [Int8(), Sign(feedback=1.0), TopK(0.05), LowRank(2)], ids=repr)
 def test_the_mean_of_what_was_decoded_converges(wire):
     """The same gradient again and again: the error stays bounded, so the mean comes as near as one likes."""
     passages, flats = open_all(wire, 2), gradients(2)
@@ -506,10 +506,34 @@ def least_squares(wire, size=4, steps=200):
         (Half("fp16"), 0.001),
         (Int8(), 0.001),
         (LowRank(4), 0.01),
-        (Sign(), 0.03),
+        (Sign(feedback=1.0), 0.03),
         (TopK(0.05), 0.02),
     ],
     ids=repr,
 )
 def test_least_squares_learns_as_with_full(wire, within):
     assert least_squares(wire) == pytest.approx(least_squares(Full()), rel=within)
+
+
+def test_after_sends_plainly_first_and_counts_through_a_restart():
+    wire, flat = After(2, Int8()), torch.randn(256)
+    bucket = BucketShape(256)
+    exchange = Exchange(wire, bucket, None)
+    sent = []
+    for _ in range(2):
+        sent.append(exchange.run(flat.clone()))
+    assert all(torch.equal(each, flat) for each in sent)
+    again = Exchange(wire, bucket, None)
+    again.passage.load_state_dict(exchange.passage.state_dict())
+    assert not torch.equal(again.run(flat.clone()), flat)
+
+
+def test_feedback_is_the_share_that_is_added():
+    """With none of it every step is the same; with all of it the steps add up."""
+    flat, bucket = torch.randn(512), BucketShape(512)
+    for share, error in ((0.0, 0.2), (1.0, 0.05)):
+        exchange = Exchange(Sign(feedback=share), bucket, None)
+        steps = [exchange.run(flat.clone()) for _ in range(50)]
+        assert torch.equal(steps[0], steps[-1]) == (share == 0.0)
+        apart = (torch.stack(steps).mean(0) - flat).norm() / flat.norm()
+        assert (apart > error) if share == 0.0 else (apart < error)

@@ -80,11 +80,11 @@ def sized(strategy):
     """GPU memory between two rounds and at its peak, in models: weights, gradients, momentum, common weights."""
     os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_HOSTID=os.environ.get("RANK", "0"))
     world = lockstep.join(seed=0, timeout=120)
-    net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).to(world.device)
+    net = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4))).to(world.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     trainer = lockstep.Trainer(net, optimizer, lambda model, x: model(x).square().mean(), shards=2, strategy=strategy)
     for _ in range(4):
-        trainer.step(torch.randn(4, 2048))
+        trainer.step(torch.randn(4, 4096))
     model = sum(param.numel() * 4 for param in net.parameters())
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated() / model, torch.cuda.max_memory_allocated() / model

@@ -34,7 +34,7 @@ class Counting(nn.Module):
 
 
 class Numbers:
-    """Samples that are their own number, from 1 on; notes which were fetched."""
+    """Samples that are their own number, from 1 on."""
 
     def __init__(self, count):
         self.count = count
@@ -63,6 +63,11 @@ def counting(world, staleness, pause=lambda: None, shards=5, optimizer=None, sch
     return trainer, used
 
 
+def loading(num_workers):
+    """Arguments for so many loader processes, forked: others would have to import torch first."""
+    return {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
+
+
 def applied(trainer):
     """The sum of the samples that have been applied, the same in every element."""
     net = trainer.model.module
@@ -78,7 +83,7 @@ def all_samples(world, staleness, num_workers):
     generator = random.Random(world.rank)
     trainer, used = counting(world, staleness, lambda: time.sleep(generator.random() * 0.004 * (1 + 2 * world.rank)))
     worst = 0
-    for batch in trainer.batches(Numbers(61), batch_size=16, epochs=3, num_workers=num_workers):
+    for batch in trainer.batches(Numbers(61), batch_size=16, epochs=3, **loading(num_workers)):
         worst = max(worst, trainer.step(batch).staleness)
     return used, worst, applied(trainer), trainer.steps
 
@@ -204,7 +209,7 @@ def some_of_it(world, folder, num_workers, steps):
     if steps is None or (Path(folder) / "go-on").exists():
         trainer.load(folder)
     world.barrier()
-    for number, batch in enumerate(trainer.batches(Numbers(61), batch_size=16, epochs=2, num_workers=num_workers)):
+    for number, batch in enumerate(trainer.batches(Numbers(61), batch_size=16, epochs=2, **loading(num_workers))):
         trainer.step(batch)
         if number + 1 == steps:
             break
@@ -250,6 +255,34 @@ def test_the_optimizer_goes_on_too(pool, tmp_path):
         assert tensors["optimizer/weight/step"] == 8 and tensors["optimizer/weight/exp_avg"].any()
 
 
+def from_synchronous(world, folder, strategy, steps):
+    net = Counting()
+
+    def loss_fn(model, shard):
+        return model(shard) * len(shard)  # A synchronous step divides by the number of samples.
+
+    trainer = lockstep.Trainer(
+        net, torch.optim.SGD(net.parameters(), lr=1.0), loss_fn, shards=4, strategy=strategy, seed=1
+    )
+    if strategy is not None:
+        trainer.load(folder)
+    used = []
+    for batch in trainer.batches(Numbers(64), batch_size=8):
+        used += [int(x) for shard in batch.shards for x in shard.batch]
+        trainer.step(batch)
+        if strategy is None and trainer.steps == steps:
+            break
+    if strategy is None:
+        trainer.save(folder)
+    return used
+
+
+def test_a_synchronous_run_can_go_on_asynchronously(pool, tmp_path):
+    used = pool.run(2, from_synchronous, str(tmp_path), None, 3)
+    used += pool.run(3, from_synchronous, str(tmp_path), lockstep.Async(), 0)
+    assert sorted(sample for each in used for sample in each) == list(range(1, 65))
+
+
 # Things that go wrong
 
 
@@ -283,7 +316,7 @@ def is_stopped(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def stopped(world, pids_folder):
+def stopped(world):
     calls, watching = 0, None
     pids = world.gather(os.getpid())
 
@@ -311,14 +344,14 @@ def stopped(world, pids_folder):
     return sum(used), applied(trainer)
 
 
-def test_a_worker_that_is_stopped_for_a_while_loses_nothing(pool, tmp_path):
-    results = pool.run(3, stopped, str(tmp_path))
+def test_a_worker_that_is_stopped_for_a_while_loses_nothing(pool):
+    results = pool.run(3, stopped)
     assert sum(used for used, _ in results) == 60 * 61 // 2
     assert {total for _, total in results} == {60 * 61 // 2}
 
 
-def doomed(environ, words, staleness):
-    """Worker of a world of its own: worker 1 is killed in its third backward pass; the others write what they get."""
+def doomed(environ, words, staleness, victim):
+    """Worker of a world of its own: the victim is killed in its third pass; the others write what they get."""
     os.environ.update(environ)
     torch.set_num_threads(1)
     world = lockstep.join(timeout=30)
@@ -327,7 +360,7 @@ def doomed(environ, words, staleness):
     def pause():
         nonlocal calls
         calls += 1
-        if world.rank == 1 and calls == 3:
+        if world.rank == victim and calls == 3:
             Path(words).write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -339,8 +372,11 @@ def doomed(environ, words, staleness):
         Path(words).write_text(f"{time.time()} {error.ranks} {error}")
 
 
-@pytest.mark.parametrize("staleness", [0, 4])
-def test_a_worker_that_is_killed_is_named(tmp_path, staleness):
+@pytest.mark.parametrize(
+    ("staleness", "victim"), some([(0, 1), (4, 0)], [(k, rank) for k in (0, 1, 4) for rank in (0, 1)])
+)
+def test_a_worker_that_is_killed_is_named(tmp_path, staleness, victim):
+    """Also the one that keeps the permits and the store."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
@@ -350,7 +386,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path, staleness):
         environ = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         words = str(tmp_path / f"words-{rank}")
-        processes.append(context.Process(target=doomed, args=(environ, words, staleness)))
+        processes.append(context.Process(target=doomed, args=(environ, words, staleness, victim)))
         processes[-1].start()
     try:
         for process in processes:
@@ -359,10 +395,10 @@ def test_a_worker_that_is_killed_is_named(tmp_path, staleness):
     finally:
         for process in processes:
             process.kill()
-    died = float((tmp_path / "words-1").read_text())
-    for rank in (0, 2):
-        when, ranks = re.match(r"(\S+) \((\d+),\)", (tmp_path / f"words-{rank}").read_text()).groups()
-        assert ranks == "1" and float(when) - died < 2
+    died = float((tmp_path / f"words-{victim}").read_text())
+    for rank in {0, 1, 2} - {victim}:
+        when, ranks = re.match(r"(\S+) \((.*?),?\)", (tmp_path / f"words-{rank}").read_text()).groups()
+        assert str(victim) in ranks.split(", ") and float(when) - died < 2
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -208,21 +208,6 @@ def test_a_worker_in_another_collective_is_the_odd_one(hung, backend):
     assert report["params"] == ["3.bias"]
 
 
-@pytest.mark.parametrize("backend", backends("serving"))
-def test_a_stopped_worker_that_serves_the_store_is_named_too_and_ends_the_others_at_their_deadline(hung, backend):
-    world = hung["serving", backend]
-    report = world.report()
-    check(world, report, victim=0)
-    assert "the place where the workers met does not answer" in report["text"]
-    assert "worker 0: stopped (process state T)" in report["text"]
-    assert report["params"] == ["3.bias"]
-    for rank in (1, 2):
-        world.processes[rank].join(40)
-        assert world.processes[rank].exitcode == 1
-        last = world.words(rank).strip().splitlines()[-1]
-        assert last.startswith("lockstep.errors.WorkerLost") and f"worker 0 (pid {world.processes[0].pid} on" in last
-
-
 def slow(world, folder):
     """A run with a step of a second and a half on one worker, and watched waits of torch.distributed's own."""
     import torch
@@ -276,5 +261,20 @@ def evaluate_until(path):
 
 
 def test_the_error_at_the_deadline_tells_what_the_watch_found(started_pool, tmp_path):
-    said = started_pool.run(2, stuck, str(tmp_path), timeout=4, backend="shm")[1]
+    said = started_pool.run(2, stuck, str(tmp_path), timeout=3, backend="shm")[1]
     assert "worker 0 (pid" in said and "What the watch found:" in said and "in evaluate_until" in said
+
+
+@pytest.mark.parametrize("backend", backends("serving"))
+def test_a_stopped_worker_that_serves_the_store_is_named_too_and_ends_the_others_at_their_deadline(hung, backend):
+    world = hung["serving", backend]
+    report = world.report()
+    check(world, report, victim=0)
+    assert "the place where the workers met does not answer" in report["text"]
+    assert "worker 0: stopped (process state T)" in report["text"]
+    assert report["params"] == ["3.bias"]
+    for rank in (1, 2):
+        world.processes[rank].join(40)
+        assert world.processes[rank].exitcode == 1
+        last = world.words(rank).strip().splitlines()[-1]
+        assert last.startswith("lockstep.errors.WorkerLost") and f"worker 0 (pid {world.processes[0].pid} on" in last

@@ -127,7 +127,7 @@ def close(found, expected, tolerance=1e-6):
 
 
 @pytest.mark.parametrize(
-    ("workers", "optimizer"), some([(2, adamw), (3, momentum)], itertools.product((2, 3, 5), (momentum, adamw)))
+    ("workers", "optimizer"), some([(2, adamw), (3, momentum)], itertools.product((2, 3, 6), (momentum, adamw)))
 )
 def test_local_sgd_is_the_mean_of_workers(pool, workers, optimizer):
     found = pool.run(workers, train, lockstep.LocalSGD(every=4), optimizer, 8, 0.5)
@@ -324,7 +324,7 @@ STRATEGIES = [
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("save_at", some([9], [6, 8, 9]))
+@pytest.mark.parametrize("save_at", some([8], [6, 8, 9]))
 def test_resumed_as_if_it_had_never_stopped(pool, tmp_path, strategy, save_at):
     """A save ends the round; the run that saved and the one that goes on from there are the same to the bit."""
     expected = pool.run(2, run_until, strategy, str(tmp_path), 0, 15, (save_at,))

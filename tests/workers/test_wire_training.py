@@ -12,6 +12,7 @@ from lockstep.wire import BucketShape, Piece
 
 BACKENDS = some(["gloo"], ["gloo", "shm"])
 WIRES = [wire.Full(), wire.Half("bf16"), wire.Int8(), wire.Sign(), wire.TopK(0.3), wire.LowRank(4)]
+WIRES += [wire.After(2, wire.Int8())]
 
 
 def begin(chosen, zero=0, lr=1e-3):
@@ -195,7 +196,9 @@ def switched(world):
     net = torch.nn.Linear(16, 16, bias=False)
     model = lockstep.DataParallel(net, wire=wire.Full())
     expected, arrived = torch.zeros(16, 16), torch.zeros(16, 16)
-    for step, chosen in enumerate([wire.Full(), wire.TopK(0.1), wire.Full(), wire.Int8(), wire.LowRank(1), wire.Full()]):
+    for step, chosen in enumerate(
+        [wire.Full(), wire.TopK(0.1), wire.Full(), wire.Int8(), wire.LowRank(1), wire.Full()]
+    ):
         if step:
             model.coded._wires = [chosen]
             model.coded.adopt(model.reducer._buckets.all)

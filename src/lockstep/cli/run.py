@@ -66,7 +66,7 @@ def _allow_value(parser: argparse.ArgumentParser, option: str, inner: str) -> No
     def parse_optional(word: str) -> Any:
         return parse(inner + word[len(option) :] if word.startswith(f"{option}=") else word)
 
-    parser._parse_optional = parse_optional  # type: ignore[method-assign]
+    parser._parse_optional = parse_optional  # type: ignore[method-assign, assignment]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ All workers decide from the same numbers, since they exchange what they have mea
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -191,7 +191,7 @@ class Choosing(Coded):
             work = dist.all_reduce(message, group=self._group, async_op=True)
             self._world.await_on_device(work, "measuring the link")
             taken.append(self._clock.stop())
-        return sum(self._world.gather(median(taken[1:]))) / self._world.size
+        return float(mean(self._world.gather(median(taken[1:]))))
 
 
 class _Clock:

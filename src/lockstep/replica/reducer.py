@@ -124,6 +124,11 @@ class Reducer:
         self._hook = hook
         self._buckets.is_due = True
 
+    def forget(self) -> None:
+        """Drop what passes without communication have left here: they were only tried."""
+        self._touched.clear()
+        self._expects_pass = False
+
     def release(self) -> None:
         """Let go of the group; nothing can be reduced from here on."""
         del self.group
@@ -242,7 +247,12 @@ class Reducer:
             self._tell_arrivals()
 
     def _tell_arrivals(self) -> None:
-        """Tell of buckets that have arrived while others were being filled: nobody has waited for them."""
+        """Tell of buckets that have arrived while others were being filled: nobody has waited for them.
+
+        Not on a GPU, where the host is ahead of what it queues, and its own clock says nothing.
+        """
+        if self._world.device.type != "cpu":
+            return
         for bucket in self._buckets.all[: self._num_launched]:
             if bucket.place not in self._told and bucket.work is not None and bucket.work.is_completed():
                 self._tell_reduced(bucket)

@@ -87,6 +87,8 @@ class Counter:
 
     peers: Peers
     name: str
+    check: Callable[[], None] = lambda: None
+    """Raises if a worker is known to be lost."""
     _alone: dict[str, int] = field(default_factory=dict)
 
     def take(self, key: str) -> int:
@@ -101,7 +103,7 @@ class Counter:
             taken.append(store.add(f"{self.name}/{key}", 1))
             return True
 
-        self.peers.wait(Until(attempt, lambda: None), "claiming a shard")
+        self.peers.wait(Until(attempt, self.check), "claiming a shard")
         return taken[0] - 1
 
 
@@ -192,6 +194,7 @@ class ClaimedFeed(Feed):
         total = len(self) * shards
         self._claims = ClaimedPicks(ShardPicks(self._clock), self._clock, shards, total, counter, str(seed))
         self._loader = self._open(ClaimedSamples(dataset, loading, shards, seed), self._claims)
+        self._is_resumed = False
 
     @property
     def standing(self) -> Standing:
@@ -206,10 +209,12 @@ class ClaimedFeed(Feed):
     def go_on_from(self, remainder: Remainder) -> None:
         """Claim what was left only."""
         self._claims.remainder = remainder
+        self._is_resumed = True
 
     def walk(self, epoch: int, num_skipped: int = 0, stream: Any = None) -> Iterator[GlobalBatch]:
         """What this worker claims of one epoch, and of what is pending from earlier ones."""
-        del num_skipped, stream  # The counter knows what has been used.
+        if num_skipped and not self._is_resumed:  # The run was stopped under another strategy, between two batches.
+            self.go_on_from(Remainder(epoch, num_skipped * self._shards))
         self._on_begin(self)
         for each in (*self._claims.remainder.epochs_before(epoch), epoch):
             for batch in super().walk(each):

@@ -110,6 +110,7 @@ class Transfer:
         except TimeoutError:
             return
         except OSError as error:
+            self._check()  # This one may have ended because another one has.
             rank = connection.rank
             raise WorkerLost(f"the connection to worker {rank} broke: {error}", (rank,)) from error
         self._moves[self._at] = (connection, move, view[count:])

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from lockstep.errors import UsageError
 from lockstep.train.outer import MakeOuter, nesterov
-from lockstep.train.rounds import Rounds, rhythm
+from lockstep.train.rhythm import rhythm
+from lockstep.train.rounds import Rounds
 from lockstep.train.strategy import Setting
 from lockstep.wire import Wire
 

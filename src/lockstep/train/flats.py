@@ -54,16 +54,10 @@ class Flats:
         return [torch.empty_like(each, pin_memory=_is_pinned(each)) for each in self.params_of(0)]
 
     def publish(self) -> None:
-        """The copy in host memory is new: let the model have it."""
+        """The copy in host memory is new: let the model have it. Afterwards it may be overwritten."""
         for flat in self._flats:
             if flat.params is not flat.host_params:
-                flat.params.copy_(flat.host_params, non_blocking=True)
-
-    def withhold(self) -> None:
-        """The model's parameters are new: let the copy in host memory be the same."""
-        for flat in self._flats:
-            if flat.params is not flat.host_params:
-                flat.host_params.copy_(flat.params)
+                flat.params.copy_(flat.host_params)
 
     def collect(self) -> None:
         """Take the gradients from the parameters, and have them in host memory."""

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from lockstep.train.rounds import Rounds, rhythm
+from lockstep.train.rhythm import rhythm
+from lockstep.train.rounds import Rounds
 from lockstep.train.strategy import Setting
 from lockstep.wire import Wire
 

@@ -52,15 +52,22 @@ class Owner:
         """By worker, how many of its steps have ended here."""
         self._error: UsageError | None = None
         device = parts[0].own_params.device if parts else torch.device("cpu")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        for part in parts:
-            if self._stream is not None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            for part in parts:
                 part.own_grads = torch.empty_like(part.own_params)
+        self.see()
 
     @property
     def version(self) -> int:
         """How many updates have been applied."""
         return self._ledger.version
+
+    def see(self) -> None:
+        """The part was changed from outside: what is read from now on has that."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def read(self, worker: int, out: Sequence[Tensor], *, is_counted: bool) -> None:
         """Copy the part, bucket by bucket, to `out` in host memory; counted unless no gradient is to come of it."""

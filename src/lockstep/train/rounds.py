@@ -9,7 +9,6 @@ Between exchanges not a byte travels, so all workers must make the same steps: r
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,33 +26,9 @@ from lockstep.train.local_steps import LocalSteps
 from lockstep.train.messages import Messages
 from lockstep.train.outer import MakeOuter, Outer
 from lockstep.train.result import StepResult
+from lockstep.train.rhythm import Rhythm
 from lockstep.train.strategy import Setting
 from lockstep.wire import Full, Wire
-
-
-@dataclass(frozen=True, slots=True)
-class Rhythm:
-    """When workers exchange, and how."""
-
-    every: int
-    """Steps of a round."""
-    delay: int
-    """Steps between sending and receiving; 0: nothing is computed meanwhile."""
-    wire: Wire | None
-
-
-def rhythm(name: str, every: object, wire: Any, overlap: object, delay: object) -> Rhythm:
-    """What the strategy `name` was given; raises UsageError if that cannot be right."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise UsageError(f"{name}(every={every!r}): the workers exchange every so many steps, 1 or more.")
-    if not isinstance(delay, int) or isinstance(delay, bool) or not 1 <= delay <= every:
-        raise UsageError(
-            f"{name}(every={every}, delay={delay!r}): an exchange must have ended when the next one begins, so delay "
-            f"is 1 to {every} steps."
-        )
-    if wire is not None and not all(callable(getattr(wire, method, None)) for method in ("open", "bytes_promised")):
-        raise UsageError(f"{name}(wire={wire!r}): use one of lockstep.wire, as lockstep.wire.Int8(), or None.")
-    return Rhythm(every, delay if overlap else 0, wire)
 
 
 class Rounds:
@@ -68,18 +43,11 @@ class Rounds:
         names, self._params, self._owners = wrapping.contents(setting.module)
         trained = self._trained()
         self._names = [names[index] for index in trained]
-        weights: list[Tensor] = [self._params[index] for index in trained]
+        self._weights: list[Tensor] = [self._params[index] for index in trained]
         self._anchors: dict[str, Anchor] = {}
         self._messages: list[Messages] = []
-        # Alone, the mean change leads to where the worker is: there is nothing to do without an outer optimizer.
-        if self._world.size > 1 or outer is not None:
-            self._add("weights", self._names, lambda: weights, rhythm.wire)
-        if self._world.size > 1 and self._buffers(True):
-            buffers = [f"buffer {number}" for number in range(len(self._buffers(True)))]
-            self._add("buffers", buffers, lambda: self._buffers(True), Full())
-        self._outer = Outer(outer, self._anchors["weights"].common, self._names) if outer is not None else None
-        if self._outer is not None:
-            self._anchors["weights"].advance = self._outer
+        self._outer: Outer | None = None
+        self._drop_anchors(outer)
         self._integrity = _Common(self.model, self._anchors, self._names, setting.on_difference)
         self._num_steps = 0
         """Of this worker since it has last sent."""
@@ -102,6 +70,17 @@ class Rounds:
     def _buffers(self, are_floating: bool) -> list[Tensor]:
         buffers = [owner._buffers[name] for owner, name in self._owners]
         return [each for each in buffers if each is not None and each.is_floating_point() == are_floating]
+
+    def _drop_anchors(self, outer: MakeOuter | None) -> None:
+        # Alone, the mean change leads to where the worker is: there is nothing to do without an outer optimizer.
+        if self._world.size > 1 or outer is not None:
+            self._add("weights", self._names, lambda: self._weights, self._rhythm.wire)
+        if self._world.size > 1 and self._buffers(True):
+            names = [f"buffer {number}" for number in range(len(self._buffers(True)))]
+            self._add("buffers", names, lambda: self._buffers(True), Full())
+        if outer is not None:
+            self._outer = Outer(outer, self._anchors["weights"].common, self._names)
+            self._anchors["weights"].advance = self._outer
 
     def _add(self, what: str, names: list[str], tensors: Callable[[], list[Tensor]], wire: Wire | None) -> None:
         cap_mb, device = self._setting.bucket_cap_mb, self._world.device
@@ -156,9 +135,12 @@ class Rounds:
         if every and self._has_met and self._num_unchecked >= every:
             self._num_unchecked = 0
             if self._integrity.check(steps).repaired and not self._rhythm.delay:
-                for anchor in self._anchors.values():
-                    anchor.go_back()
+                self._go_back()
         self._has_met = False
+
+    def _go_back(self) -> None:
+        for anchor in self._anchors.values():
+            anchor.go_back()
 
     # The end of a round before its time
 
@@ -166,6 +148,9 @@ class Rounds:
         """Exchange what there is, so that all workers hold the same weights when a loop over batches has ended."""
         if self._is_under_way:
             self._receive()
+            if not self._num_steps:  # Nothing was learned meanwhile, and yet the own weights are off by rounding.
+                self._go_back()
+                self._copy_first()
         if self._num_steps:
             self._send(is_overlapped=False)
 

@@ -50,7 +50,8 @@ class Service:
     ) -> None:
         self._owner, self._permits, self._flats = owner, permits, flats
         self._connections = connections
-        self._lost: set[int] = set()
+        self._lost: list[int] = []
+        """The first is the cause; others may have ended because of it."""
         self._error: UsageError | None = None
         self._is_closed = False
         self._threads = [
@@ -65,8 +66,7 @@ class Service:
         if self._error is not None:
             raise self._error
         if self._lost and not self._is_closed:
-            lost = tuple(sorted(self._lost))
-            raise WorkerLost(f"the connection of workers {', '.join(map(str, lost))} broke", lost)
+            raise WorkerLost(f"the connection of worker {self._lost[0]} broke", (self._lost[0],))
 
     def close(self) -> None:
         """End all threads, and wait a moment for them."""
@@ -83,9 +83,10 @@ class Service:
             while not self._is_closed:
                 self._answer(desk)
         except OSError:
-            self._lost.add(connection.rank)
-        except UsageError as error:
-            self._error = error
+            self._lost.append(connection.rank)
+        except Exception as error:  # An update that failed. The others learn of it by their connections.
+            self._error = error if isinstance(error, UsageError) else UsageError(f"serving failed: {error!r}")
+            self._error.__cause__ = error.__cause__ or error
             self.close()
 
     def _answer(self, desk: "_Desk") -> None:

@@ -21,6 +21,7 @@ from lockstep import seeds
 from lockstep.comm.shard_tree import ShardTree
 from lockstep.data import batch as batches
 from lockstep.data.cut import cut
+from lockstep.data.generators import Generators
 from lockstep.data.shard_source import GlobalBatch, Shard
 from lockstep.errors import CheckpointError
 from lockstep.keep import HostMemory
@@ -37,6 +38,8 @@ from lockstep.train.result import StepResult
 from lockstep.train.shard_loss import LossFn
 from lockstep.train.strategy import Independent, Setting, Strategy, Walkable
 from lockstep.train.synchronous import Synchronous
+from lockstep.watching.watcher import Watcher
+from lockstep.watching.watcher import watch as watch_model
 from lockstep.wire import Auto, Wire
 from lockstep.world import World, join
 
@@ -65,6 +68,8 @@ class Trainer:
         and gives up the promise.
     check_every: after so many steps the replicas are compared; 0 for never. `on_difference`: "stop" raises
         ReplicaDiffers, "repair" overwrites the odd one with what the majority has.
+    watch: whether to know where the time goes and who is slow, as `lockstep.watch` does; a folder, to have it recorded
+        there. The watcher is `trainer.watcher`.
 
     Batch normalisation uses the statistics of the shard. Memory, besides what DataParallel needs: with several shards
     per worker, log2 of that many more sets of gradients.
@@ -90,6 +95,7 @@ class Trainer:
         deterministic: bool = True,
         check_every: int = 50,
         on_difference: str = "stop",
+        watch: bool | str | PathLike[str] = False,
         world: World | None = None,
     ) -> None:
         self.world = world if world is not None else join()
@@ -128,6 +134,8 @@ class Trainer:
         self._setting = setting
         self.model = self._stepper.model
         """The wrapped module, as `loss_fn` gets it."""
+        self.watcher = None if watch is False else watch_model(self.model, None if watch is True else watch)
+        """What watches the training, if anything does."""
 
     # The batches
 
@@ -183,7 +191,7 @@ class Trainer:
         if number > here.feed:
             here.feed, here.epoch, here.batches, here.stream = number, 0, 0, None
         while here.epoch < epochs:
-            for batch in feed.walk(here.epoch, here.batches, here.stream):
+            for batch in self.world.events.loading(feed.walk(here.epoch, here.batches, here.stream)):
                 here.batches, here.stream = batch.number + 1, batch.stream
                 yield batch
             here.epoch, here.batches, here.stream = here.epoch + 1, 0, None
@@ -201,10 +209,31 @@ class Trainer:
         next batch can be taken.
         """
         whole = batch if isinstance(batch, GlobalBatch) else self._cut(batch)
+        if self.watcher is not None and not self.watcher.is_calibrated:
+            self._calibrate(self.watcher, whole)
         result = self._stepper.step(whole, self.seed, self.steps)
         self.steps += 1
         self._stepper.check(self.steps)
+        if self.world.watcher is not None:
+            self.world.watcher.log(loss=result._loss, grad_norm=result._grad_norm, lr=result._lr)
         return result
+
+    def _calibrate(self, watcher: Watcher, batch: GlobalBatch) -> None:
+        """Let the watcher time the passes of a step without communication; they leave nothing behind."""
+        stepper = self._stepper
+        if not isinstance(stepper, Synchronous) or self._setting.wire is not None or self.model.gathers:
+            return  # Passes that communicate, or buffers that cannot be put back.
+
+        def run_passes() -> None:
+            for _ in batch.shards:
+                with self.model.no_sync():
+                    stepper.passes._idle_pass(batch)
+                self.model.zero_grad()
+
+        with Generators(self.seed), torch.random.fork_rng():
+            watcher.calibrate(run_passes)
+        if self.model.reducer is not None:
+            self.model.reducer.forget()
 
     def _cut(self, batch: Any) -> GlobalBatch:
         total = batches.length(batch)

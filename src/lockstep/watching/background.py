@@ -15,6 +15,7 @@ from lockstep.watching import timeline
 from lockstep.watching.clock import Clock
 from lockstep.watching.collector import Collector
 from lockstep.watching.mail import Mail
+from lockstep.watching.pace import Pace
 from lockstep.watching.probes import Probes
 from lockstep.watching.recorder import Raw, Recorder
 from lockstep.watching.stamps import Stamps
@@ -42,6 +43,7 @@ class Background:
         self._each_time = each_time
         """Called in the thread, before what it does once a second."""
         self._unread: list[Raw] = []
+        self._pace = Pace()
         self._known = Summary()
         self._is_over = threading.Event()
         self._waits_at_end = True
@@ -85,22 +87,23 @@ class Background:
             return
         self._collector.add(0, letter)
         self._collect()
+        self._pace.see(time.monotonic(), time.thread_time())
 
     def _collect(self, *, at_end: bool = False) -> None:
         assert self._collector is not None
         for rank, letter in self._mail.receive() if self._mail is not None else ():
             self._collector.add(rank, letter)
-        self._collector.settle(at_end=at_end)
+        self._collector.settle(self._pace, at_end=at_end)
         self._known = self._collector.summary()
         if self._mail is not None:
-            self._mail.publish({**self._collector.state(), "is_last": at_end})
+            self._mail.publish({**self._collector.state(), "every": self._pace.every, "is_last": at_end})
 
     def _learn(self) -> bool:
         """Read what worker 0 knows; returns whether that is its last word."""
         assert self._mail is not None
         state = self._mail.state()
         if state:
-            self._known = Summary.from_json(state["summary"])
+            self._known, self._pace.every = Summary.from_json(state["summary"]), state["every"]
         return bool(state.get("is_last"))
 
     def _say_goodbye(self) -> None:
@@ -117,8 +120,14 @@ class Background:
     def _letter(self, *, at_end: bool) -> dict[str, Any]:
         self._unread.extend(self._recorder.take(all_of_them=at_end))
         letter: dict[str, Any] = {"records": [], "clock": Clock.mine().to_json()}
+        raw: Raw | None = None
         while self._unread and self._is_past(self._unread[0], at_end):
-            letter["records"].append(self._read(self._unread.pop(0)))
+            raw = self._unread.pop(0)
+            if self._pace.keeps(raw.step):
+                letter["records"].append(self._read(raw))
+            # The last stamp is also the begin of the next step, which has still to be read.
+            self._stamps.done([stamp for _, stamp in raw.heard[:-1]])
+        letter["newest"] = raw.step if raw is not None else 0
         if self._probes is not None:
             letter["trips"], letter["ahead"] = self._probes.delays(), self._probes.ahead(0)
         if at_end:
@@ -137,7 +146,5 @@ class Background:
     def _read(self, raw: Raw) -> list[Any]:
         begin = self._stamps.read(raw.begin)
         moments = [timeline.Moment(event, self._stamps.read(stamp)) for event, stamp in raw.heard]
-        # The last stamp is also the begin of the next step, which has still to be read.
-        self._stamps.done([stamp for _, stamp in raw.heard[:-1]])
         noted = {name: float(value) for name, value in raw.noted.items()}
         return timeline.record(raw.step, begin, moments, noted).to_json()

@@ -14,7 +14,8 @@ from typing import Any
 
 from lockstep.watching.clock import Clock, offset
 from lockstep.watching.combined import CombinedStep, combine
-from lockstep.watching.noise import NoiseScale, norms_of
+from lockstep.watching.noise import NoiseScale, norms_of, whole_of
+from lockstep.watching.pace import Pace
 from lockstep.watching.record import SHARES, Record
 from lockstep.watching.run_writer import RunWriter, step_line
 from lockstep.watching.scaling import Scaling, Speed
@@ -63,21 +64,22 @@ class Collector:
             self._trips[rank] = letter["trips"]
             self._delays = self._slow_link()
         for found in letter["records"]:
-            self._add_record(rank, Record.from_json(found))
+            record = Record.from_json(found)
+            self._pending.setdefault(record.step, {})[rank] = record
+        self._newest[rank] = max(self._newest[rank], letter["newest"])
         if letter.get("end"):
             self._ended.add(rank)
 
-    def _add_record(self, rank: int, record: Record) -> None:
-        self._newest[rank] = record.step
-        self._pending.setdefault(record.step, {})[rank] = record
-
-    def settle(self, *, at_end: bool = False) -> None:
+    def settle(self, pace: Pace, *, at_end: bool = False) -> None:
         """Work out every step that is complete; at the end, all."""
         for step in sorted(self._pending):
-            is_complete = all(self._newest[rank] >= step for rank in range(self._size) if rank not in self._ended)
+            there = [rank for rank in range(self._size) if rank not in self._ended]
+            is_complete = all(self._newest[rank] >= step for rank in there)
             if not (is_complete or at_end or len(self._pending) > _MOST_PENDING):
                 break
-            self._settle(combine(self._pending.pop(step), self._offsets))
+            records = self._pending.pop(step)
+            if pace.keeps(step) or len(records) == self._size:
+                self._settle(combine(records, self._offsets))
         if self._writer is not None:
             self._writer.flush()
 
@@ -97,9 +99,9 @@ class Collector:
     def _noted(self, step: CombinedStep) -> dict[str, Any]:
         notes = {worker.rank: worker.record.noted for worker in step.workers}
         samples = {worker.rank: worker.record.num_samples for worker in step.workers}
-        norms = norms_of(notes, samples)
-        if norms is not None and "whole" in notes.get(0, {}) and len(step.workers) == self._size:
-            self._noise.see(norms, notes[0]["whole"])
+        norms, whole = norms_of(notes, samples), whole_of(notes, self._size)
+        if norms is not None and whole is not None:
+            self._noise.see(norms, whole)
         ended = step.workers[0].begin + step.workers[0].wall
         return {
             "time": (ended + self._clock.calendar_ns) / 1e9,
@@ -129,7 +131,7 @@ class Collector:
         number = max(1, self._num_counted)
         means = {f"{name}_ms": self._totals[name] / number / 1e6 for name in ("wall", "hidden", *SHARES)}
         return Summary(
-            steps=self._num_settled,
+            steps=max(self._newest.values()),
             **means,
             samples_per_s=self._rate("samples_per_s"),
             efficiency=self._rate("efficiency"),

@@ -4,7 +4,7 @@ After a worker's backward pass has ended it waits for one bucket after the other
 the bucket, it waits for that worker; from then on, for the network. What is left when all buckets have arrived (the
 hand-out, the exchange of buffers) counts as exposed too, since a lone worker would not have it. Communication is hidden
 while a bucket that everybody has launched is on its way under this worker's backward pass: an upper bound, since an
-arrival is seen when the next bucket is launched, at the latest when the pass has ended.
+arrival is seen when the next bucket is launched, at the latest when the pass has ended, and on a GPU only then.
 """
 
 from collections.abc import Mapping, Sequence

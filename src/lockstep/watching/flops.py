@@ -71,7 +71,7 @@ def _seconds(a: torch.Tensor) -> float:
         torch.mm(a, a)
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3
     before = time.perf_counter()
     torch.mm(a, a)
     return time.perf_counter() - before

@@ -3,12 +3,13 @@
 Nothing is added to the path of a step. Times are those at which a change was first seen, so they are late by up to the
 time between two looks.
 
-On a GPU the host seldom waits for others itself: it queues, and blocks where it reads a result. What is queued is seen
-by asking the device: an event behind all that is queued on its default stream, which has not come to pass for as long
-as the main thread stands still.
+On a GPU the host seldom waits for others itself: it queues, and blocks where it reads a result. So where the main
+thread stands still, the device is asked whether its default stream has come to the end of what was queued on it. That
+is asked only after a while: while a CUDA graph is captured it must not be.
 """
 
 import contextlib
+import re
 import time
 from typing import Any
 
@@ -25,16 +26,17 @@ from lockstep.world import World
 
 NUM_NAMES = 8
 """How many parameters of a bucket are told by name."""
-STILL_S = 1.0
-"""How long the main thread has to stand still before the device is asked; a capture of a CUDA graph must not be."""
+_BUCKET = re.compile(r"reducing bucket (\d+) of step")
+"""How the reducer says what it waits for, see `replica.words`. On a GPU no host waits for a bucket."""
 
 
 class Look:
     """Looks at one worker and one wrapped model. For one thread."""
 
-    def __init__(self, world: World, model: DataParallel) -> None:
+    def __init__(self, world: World, model: DataParallel, still_s: float = 1.0) -> None:
         self._world, self._model = world, model
-        self._device = _Device(world.device)
+        self._still_s = still_s
+        """How long the main thread has to stand still before the device is asked."""
         self._moment: Any = None
         """What changes with every move of the worker, and since when it has not."""
         self._moment_since = time.monotonic()
@@ -48,11 +50,10 @@ class Look:
         phase = _phase(reducer)
         buckets = list(reducer._buckets.all) if reducer is not None else []
         step, launched = (reducer.step, reducer._num_launched) if reducer is not None else (0, 0)
-        bucket = _awaited(buckets) if phase is Phase.REDUCING else -1
         calls = _calls()
         spot = hang_stack.spot()
-        if self._moment != (step, launched, phase, bucket):
-            self._moment, self._moment_since = (step, launched, phase, bucket), now
+        if self._moment != (step, launched, phase):
+            self._moment, self._moment_since = (step, launched, phase), now
         waits, since = self._waits(spot, calls, now)
         lacking = self._lacking(buckets[launched]) if launched < len(buckets) else []
         return State(
@@ -66,7 +67,7 @@ class Look:
             phase_s=now - self._moment_since,
             launched=launched,
             num_buckets=len(buckets),
-            bucket=bucket if waits and self._world.device.type == "cpu" else -1,  # On a GPU no host waits for one.
+            bucket=int(found[1]) if (found := _BUCKET.match(waits)) else -1,
             waits=waits,
             waits_s=now - since if waits else 0.0,
             lacking=tuple(lacking[:NUM_NAMES]),
@@ -97,27 +98,14 @@ class Look:
         found = spot.collective or ("an operation that it started before" if spot.awaits_work else "")
         if self._wait != (found, spot.at, spot.depth, calls):
             self._wait, self._wait_since = (found, spot.at, spot.depth, calls), now
-        if not found and self._device.is_busy(is_still=now - self._wait_since > STILL_S):
-            found = "the device to come to the end of what it was given"
+        if not found and now - self._wait_since > self._still_s and _is_busy(self._world.device):
+            found = "a read of what the device has not come to"
         return found, self._wait_since
 
 
-class _Device:
-    """Whether the device has come to the end of what was queued on it when the host stopped."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._event: torch.cuda.Event | None = None
-
-    def is_busy(self, *, is_still: bool) -> bool:
-        """False on a CPU, and while the host still moves."""
-        if self._device.type != "cuda" or not is_still:
-            self._event = None
-            return False
-        if self._event is None:
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.default_stream(self._device))
-        return not self._event.query()
+def _is_busy(device: torch.device) -> bool:
+    """Whether a GPU has not come to the end of what was queued on it."""
+    return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
 
 def _phase(reducer: Any) -> Phase:
@@ -130,11 +118,6 @@ def _phase(reducer: Any) -> Phase:
     if reducer._expects_pass:
         return Phase.FORWARD if reducer._syncs else Phase.ACCUMULATING
     return Phase.BETWEEN
-
-
-def _awaited(buckets: list[Bucket]) -> int:
-    """The bucket that the end of the pass waits for: they are waited for in their order."""
-    return next((bucket.place for bucket in buckets if bucket.is_launched and not bucket.is_settled), -1)
 
 
 def _calls() -> dict[str, int]:

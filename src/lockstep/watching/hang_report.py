@@ -92,6 +92,8 @@ def _head(verdict: Verdict, accounts: Sequence[Account]) -> str:
     have = "has" if len(names) == 1 else "have"
     if verdict.kind is Kind.ABSENT:
         return f"{listed} {have} not arrived."
+    if verdict.kind is Kind.APART and len(names) == len(accounts):
+        return "the workers wait for each other in different operations, and it cannot be told who is right."
     if verdict.kind is Kind.APART:
         return f"the workers wait for each other in different operations, {listed} not in that of the others."
     if verdict.kind is Kind.BEHIND:
@@ -165,6 +167,8 @@ def _advice(verdict: Verdict, accounts: Sequence[Account]) -> str:
         )
     if verdict.kind is Kind.TOGETHER:
         return "look at the network between the hosts, and for a worker that was slow until just now."
+    if any(account.silent_s and not account.process for account in missing):
+        return "look at the host of the worker that is silent: whether its process is stopped, and its network up."
     if any(account.silent_s for account in missing):
         return "look at the stack of the worker that is frozen, which names the call that does not return."
     return (

@@ -26,16 +26,11 @@ THREAD_NAME = "lockstep-hangs"
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 """Whoever is in a public function of these waits for other workers."""
 _WAITING = re.compile(r"\.wait\(")
-"""A line that waits for an operation which was started before; the wait itself is native and has no frame."""
+"""A line that waits for an operation which was started before; the wait itself is native, or torch's or ours."""
 
-_LIBRARIES = tuple(
-    str(path)
-    for path in (
-        Path(torch.__file__).parent,
-        Path(lockstep.__file__).parent,
-        *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    )
-)
+_WORKS = (str(Path(torch.__file__).parent), str(Path(lockstep.__file__).parent))
+"""Whose operations are waited for."""
+_LIBRARIES = (*_WORKS, *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +51,15 @@ def spot() -> Spot:
     """Where the main thread is now."""
     frames = sys._current_frames()
     main = list(_outwards(frames.get(threading.main_thread().ident or 0)))
-    own = _own_frame(main)
-    line = linecache.getline(own.f_code.co_filename, own.f_lineno) if own is not None else ""
-    # With a GPU the hooks of a backward pass run in a thread of autograd's, and a collective there is waited for there.
-    stacks = [main] + [list(_outwards(frame)) for ident, frame in frames.items() if ident not in _named()]
-    collective = next((name for stack in stacks if (name := _collective(stack))), "")
-    awaits_work = bool(main) and own is main[0] and bool(_WAITING.search(line))
-    return Spot(_words(own) if own is not None else "native code", collective, awaits_work, len(main))
+    # With a GPU the hooks of a backward pass run in a thread of autograd's, and what happens in them happens there.
+    named = _named()
+    native = [list(_outwards(frame)) for ident, frame in frames.items() if ident not in named]
+    in_backward = bool(main) and main[0].f_code.co_name == "_engine_run_backward"
+    stack = next((stack for stack in native if in_backward and _is_own(_own_frame(stack))), main)
+    own = _own_frame(stack)
+    collective = next((name for stack in [main, *native] if (name := _collective(stack))), "")
+    at = _words(own) if own is not None else "native code"
+    return Spot(at, collective, own is not None and _awaits_work(stack, own), len(stack))
 
 
 def dump() -> str:
@@ -96,10 +93,20 @@ def _collective(stack: list[FrameType]) -> str:
     return next((f"torch.distributed.{name}" for name in reversed(names) if not name.startswith("_")), "")
 
 
+def _awaits_work(stack: list[FrameType], own: FrameType) -> bool:
+    """Whether the script's line is `work.wait()`, and not the wait for a thread or a process of its own."""
+    line = linecache.getline(own.f_code.co_filename, own.f_lineno)
+    called = stack[: stack.index(own)][-1:]
+    return bool(_WAITING.search(line)) and all(frame.f_code.co_filename.startswith(_WORKS) for frame in called)
+
+
 def _own_frame(stack: list[FrameType]) -> FrameType | None:
     """The innermost frame that belongs to no library, else the innermost one."""
-    own = (frame for frame in stack if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen")))
-    return next(own, stack[0] if stack else None)
+    return next(filter(_is_own, stack), stack[0] if stack else None)
+
+
+def _is_own(frame: FrameType | None) -> bool:
+    return frame is not None and not frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen"))
 
 
 def _words(frame: FrameType) -> str:

@@ -41,7 +41,7 @@ class State:
     """How many synchronised backward passes have ended."""
     phase: Phase
     phase_s: float
-    """Since how many seconds nothing has changed: no bucket sent or received, no other phase."""
+    """Since how many seconds it has sent no bucket, and has been in this phase."""
     launched: int
     """How many buckets of this step the worker has sent."""
     num_buckets: int

@@ -72,8 +72,8 @@ def judge(accounts: Sequence[Account], *, hears: bool) -> Verdict:
 
 def _operation(state: State) -> tuple[object, ...]:
     """What has to be the same for workers to wait for each other: in a reduction, whatever bucket is waited for."""
-    if state.phase is Phase.REDUCING:
-        return state.phase, state.step
+    if state.phase is Phase.REDUCING or state.bucket >= 0:
+        return Phase.REDUCING, state.step
     return state.waits, state.at
 
 

@@ -59,7 +59,7 @@ class Hangs:
         self._folder = folder / "hangs" if folder is not None else None
         self._deadline_s = min(deadline, world.timeout / 2).total_seconds()
         self._beat_s = min(BEAT_S, self._deadline_s / 4)
-        self._look = Look(world, model)
+        self._look = Look(world, model, still_s=self._deadline_s / 4)
         self._latest = self._look.take()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"{THREAD_NAME}-watch", daemon=True)
@@ -120,8 +120,8 @@ class Hangs:
 
     def _compose(self, beat: int, answers: int) -> State:
         """For the post's thread: the last look, stamped."""
-        now = {"clock_s": time.monotonic(), "time_s": time.time()}
-        return dataclasses.replace(self._latest, beat=beat, answers=answers, **now)
+        clock_s, time_s = time.monotonic(), time.time()
+        return dataclasses.replace(self._latest, beat=beat, answers=answers, clock_s=clock_s, time_s=time_s)
 
     def _watch(self, now: float) -> None:
         """Answer a call; call if this worker has waited for too long; write the report if it is this worker's."""
@@ -193,10 +193,11 @@ class Hangs:
         sleeps_in = _sleeps_in(peer) if is_here else ""
         if state is None:
             return Account(peer, None, 0.0, process, sleeps_in)
-        age_s = time.monotonic() - state.clock_s if is_here else max(0.0, time.time() - state.time_s)
+        # Hosts share no clock: who has not answered from another one is silent, about as long as theirs says.
+        age_s = time.monotonic() - state.clock_s if is_here else max(GRACE_S, time.time() - state.time_s)
+        is_late = age_s > self._beat_s + LATE_S or not is_here or process in tuple("TtZX")
         has_answered = state.answers >= self._post.claimed > 0
-        is_silent = not has_answered and (age_s > self._beat_s + LATE_S or process in tuple("TtZX"))
-        return Account(peer, state, max(age_s, 0.1) if is_silent else 0.0, process, sleeps_in)
+        return Account(peer, state, max(age_s, 0.1) if is_late and not has_answered else 0.0, process, sleeps_in)
 
     def _report(self, verdict: Verdict, accounts: list[Account]) -> Report:
         mine = self._latest

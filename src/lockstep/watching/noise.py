@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.events import Event, Kind
 from lockstep.replica.bucket import Bucket
+from lockstep.replica.data_parallel import DataParallel
 from lockstep.replica.reducer import Reducer
 
 _EVERY = 16
@@ -29,18 +31,27 @@ _SMOOTHING = 0.9
 class NormGauge:
     """Takes the squared norms of this worker's own gradients and of the whole batch's. See replica/gauge.py."""
 
-    def __init__(self, reducer: Reducer, *, is_main: bool, every: int = _EVERY) -> None:
-        self._reducer, self._is_main, self._every = reducer, is_main, every
+    def __init__(self, model: DataParallel, reducer: Reducer) -> None:
+        self._model, self._reducer = model, reducer
+        self._is_split = model.parts is not None
+        self._counts_sums = model.world.is_main and not self._is_split
         self._own: list[Tensor] = []
         self.noted: dict[str, float | Tensor] = {}
-        """What the step under way has shown: `own`, `share` of the weight, and on worker 0 `whole`."""
+        """What the step under way has shown: `own`, `share` of the weight; of the whole batch's gradient `whole` on
+        worker 0, or, where gradients are split, `part` on every one."""
+        # Of split gradients a worker has its part, and has it when all have been handed out.
+        self._unsubscribe = model.world.events.subscribe(self._hear) if self._is_split else None
+        reducer.gauge = self
 
-    def _is_due(self, step: int) -> bool:
-        return step % self._every == 1 % self._every
+    def close(self) -> None:
+        """Stop measuring."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        self._reducer.gauge = None
 
     def see_own(self, step: int, bucket: Bucket) -> None:
         """See Gauge."""
-        if self._is_due(step) and bucket.plan.slots:
+        if _is_due(step) and bucket.plan.slots:
             end = bucket.plan.tail_offset
             grads = bucket.flat_grads if len(bucket.lanes) == 1 else bucket.lanes[:, :end].sum(0)
             self._own.append(_squared(grads))
@@ -48,11 +59,20 @@ class NormGauge:
     def see_sums(self, step: int, buckets: Sequence[Bucket]) -> None:
         """See Gauge."""
         own, self._own = self._own, []
-        if not self._is_due(step) or not own:
+        if not _is_due(step) or not own:
             return
         self.noted = {"own": _total(own), "share": self._reducer.weighing.counted}
-        if self._is_main:
+        if self._counts_sums:
             self.noted["whole"] = _total([_squared(bucket.flat_grads) for bucket in buckets if bucket.plan.slots])
+
+    def _hear(self, event: Event) -> None:
+        if event.kind is Kind.SYNCED and _is_due(event.step) and self.noted:
+            owned = [part.grad for _, part, _ in self._model.parts or () if part.grad is not None]
+            self.noted["part"] = _total([_squared(grad) for grad in owned]) if owned else 0.0
+
+
+def _is_due(step: int) -> bool:
+    return step % _EVERY == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +111,13 @@ class NoiseScale:
         if self._number < 2 or self._signal <= 0 or self._noise <= 0:
             return None
         return self._noise / self._signal
+
+
+def whole_of(noted: Mapping[int, Mapping[str, float]], size: int) -> float | None:
+    """The square of the whole batch's gradient, if all of it was noted."""
+    if len(noted) == size and all("part" in each for each in noted.values()):
+        return sum(each["part"] for each in noted.values())
+    return noted[0].get("whole") if 0 in noted and len(noted) == size else None
 
 
 def norms_of(noted: Mapping[int, Mapping[str, float]], samples: Mapping[int, float]) -> list[Norms] | None:

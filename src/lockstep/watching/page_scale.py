@@ -7,6 +7,8 @@ import numpy as np
 
 from lockstep.watching.report import Numbers
 
+_LEAST, _MOST = 1e-290, 1e290
+"""Values beyond are taken for zero and for infinite, or their scale could not be computed."""
 _LOG_FROM = 100.0
 """Values that span more than this factor are shown on a logarithmic scale."""
 
@@ -45,8 +47,8 @@ class Scale:
 
 
 def thinned(x: Numbers, y: Numbers, columns: int) -> Envelope:
-    """Lowest, mean and highest value per column; values that are not finite are left out."""
-    there = np.isfinite(y)
+    """Lowest, mean and highest value per column; values that are not finite, or nearly so, are left out."""
+    there = np.abs(y) < _MOST
     x, y = x[there], y[there]
     if x.size <= columns:
         return Envelope(x, y, y, y)
@@ -67,8 +69,9 @@ def scale(low: float, high: float, *, from_zero: bool = False, log_allowed: bool
         return _log_scale(low, high)
     if low >= 0 and (from_zero or low < 0.25 * high):
         low = 0.0
-    if high <= low:
-        low, high = (low - abs(low) / 2 or -1.0, high + abs(high) / 2 or 1.0) if low else (0.0, 1.0)
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), _LEAST):
+        middle, around = (low + high) / 2, max(abs(high) / 2, _LEAST)
+        low, high = (middle - around, middle + around) if abs(middle) > _LEAST else (0.0, 1.0)
     step = _round_step(high - low)
     begin, end = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(step * place for place in range(begin, end + 1))
@@ -84,7 +87,7 @@ def ticks_within(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def _log_scale(low: float, high: float) -> Scale:
-    begin, end = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    begin, end = math.floor(math.log10(max(low, _LEAST))), math.ceil(math.log10(high))
     every = max(1, -(-(end - begin) // 4))
     ticks = tuple(10.0**power for power in range(begin, end + 1, every))
     return Scale(10.0**begin, 10.0**end, True, ticks)

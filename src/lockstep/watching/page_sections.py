@@ -101,6 +101,9 @@ def _noise(report: Report) -> Chart:
     if noise.size:
         note = f"The largest batch that still pays: {_round(float(noise[-1]))}"
         note += f"; yours: {count(yours)}." if batch.size else "."
+        last = report.steps[np.isfinite(report.columns["noise_scale"])][-1]
+        if last - report.steps[0] < 0.9 * (report.steps[-1] - report.steps[0]):
+            note += f" Last known at step {last:,.0f}."
     reference = (yours, f"your batch: {count(yours)}") if batch.size and yours > 0 else None
     return Chart(
         "Gradient noise scale", "samples", report.steps, report.columns["noise_scale"], reference=reference, note=note

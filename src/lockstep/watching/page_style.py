@@ -6,17 +6,17 @@ for work, warm ones for time that a better set-up would save. What is not a kind
 
 from lockstep.watching.run_record import KINDS
 
-_LIGHT = {
+LIGHT = {
     "ground": "#f6f6f3", "card": "#ffffff", "ink": "#1b1d21", "soft": "#5a5f68", "faint": "#e3e3de", "line": "#3d4a5c",
     "band": "#c9d0da", "good": "#00664a", "bad": "#a83200", "held": "#8b9098",
     "data": "#e69f00", "copy": "#f0e442", "forward": "#56b4e9", "backward": "#0072b2", "exposed": "#d55e00",
-    "waiting": "#cc79a7", "optimizer": "#009e73", "other": "#b4b8bf", "hidden": "#eeb48e",
+    "waiting": "#cc79a7", "optimizer": "#009e73", "other": "#c6cad1", "hidden": "#f2bd98",
 }  # fmt: skip
-_DARK = {
+DARK = {
     "ground": "#121417", "card": "#1b1e23", "ink": "#eceef1", "soft": "#a3a9b3", "faint": "#31353c", "line": "#c3ccd9",
     "band": "#475163", "good": "#4fd1a5", "bad": "#ff9a62", "held": "#7d838c",
     "data": "#e69f00", "copy": "#e5da4c", "forward": "#56b4e9", "backward": "#1877b8", "exposed": "#e0691a",
-    "waiting": "#d086b0", "optimizer": "#10a87d", "other": "#8d929a", "hidden": "#b8713f",
+    "waiting": "#d086b0", "optimizer": "#10a87d", "other": "#c6cad1", "hidden": "#b8713f",
 }  # fmt: skip
 
 _RULES = """
@@ -168,8 +168,8 @@ def style() -> str:
     kinds = (*KINDS, "hidden")
     fills = "".join(f".k-{kind}{{fill:var(--{kind});background:var(--{kind})}}" for kind in kinds)
     return (
-        f":root{{color-scheme:light dark;{_variables(_LIGHT)}}}"
-        f"@media(prefers-color-scheme:dark){{:root{{{_variables(_DARK)}}}}}{_RULES}{fills}"
+        f":root{{color-scheme:light dark;{_variables(LIGHT)}}}"
+        f"@media(prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}{_RULES}{fills}"
     )
 
 

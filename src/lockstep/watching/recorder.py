@@ -68,6 +68,11 @@ class Recorder:
             taken.append(self._closed.popleft())
         return taken
 
+    def forget(self) -> None:
+        """Drop what was heard of the step under way."""
+        self._raw = None
+        self._has_passed = False
+
     def note(self, values: dict[str, float | Tensor]) -> None:
         """Add to the step under way, or between two, to the one that has just ended."""
         if self._raw is not None and self._raw.heard:

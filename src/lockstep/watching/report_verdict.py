@@ -44,12 +44,16 @@ def _stuck(report: Report) -> Verdict:
     hang = report.hang
     assert hang is not None
     where = "" if hang.step is None else f" at step {hang.step:,}"
+    went_on = hang.step is not None and report.steps.size > 0 and report.steps[-1] > hang.step
+    what = f"The run stood still{where}" if went_on else f"The run hung{where}"
     if hang.missing:
         names = ", ".join(map(str, hang.missing))
         who = f"worker {names} did not arrive" if len(hang.missing) == 1 else f"workers {names} did not arrive"
-        headline = f"The run hung{where}: {who}."
+        headline = f"{what}: {who}{' in time' if went_on else ''}."
     else:
-        headline = f"The run hung{where}."
+        headline = f"{what}."
+    if went_on:
+        headline += " It went on later."
     waited = f"Bucket {hang.bucket} waited for {_names(hang.params)}. " if hang.bucket is not None else ""
     return Verdict(False, headline, f"{waited}The workers' stacks are at the end of this page.")
 

@@ -77,7 +77,9 @@ class RunFolder:
 
     def hang(self) -> Hang | None:
         """The hang that was reported, if any."""
-        stacks = {path.stem: _text(path) for path in sorted(self.folder.glob("hangs/worker-*.txt"))}
+        # The files are there, empty, while all is well.
+        texts = {path.stem: _text(path) for path in sorted(self.folder.glob("hangs/worker-*.txt"), key=_rank)}
+        stacks = {name: text for name, text in texts.items() if text.strip()}
         path = self.folder / "hangs" / "hang.json"
         try:
             return _hang(json.loads(path.read_bytes()), stacks)
@@ -201,3 +203,8 @@ def _number(value: Any) -> float | None:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _rank(path: Path) -> tuple[int, str]:
+    digits = path.stem.removeprefix("worker-")
+    return (int(digits) if digits.isdecimal() else 0, digits)

@@ -1,11 +1,13 @@
 """How well a run scales: throughput, efficiency, what travels, what of the device's arithmetic is used. Pure.
 
 Efficiency is T_1 / T_N, for the same work per worker. T_N is a step's time. T_1, the time of a step of one worker by
-itself, is measured in the same run. `Trainer` calibrates: it runs the first batch a few times without communication.
-A loop of the user's own cannot be run twice; there T_1 is what a worker's step takes without exposed communication and
-waiting (data, copy, forward, backward, optimizer, other), the median over workers and the last 20 steps. What
-communication takes from a backward pass that runs beside it is in that, so that this T_1 is too long, and the
-efficiency somewhat too good, by that much: on a host whose cores also move the bytes, a few per cent.
+itself, is measured in the same run: what a worker's step takes without exposed communication and waiting (data, copy,
+forward, backward, optimizer, other), the median over workers and the last 20 steps. What communication takes from a
+backward pass that runs beside it is in that, so that this T_1 is too long, and the efficiency somewhat too good, by
+that much: on a host whose cores also move the bytes, a few per cent.
+
+A loop of the user's own cannot be run twice to know better. `Trainer` can: before its first step it runs that batch's
+passes without communication a few times (see calibration.py), and these times take the place of forward and backward.
 """
 
 import collections
@@ -41,8 +43,8 @@ class Speed:
     def __init__(self, size: int) -> None:
         self._size = size
         self._own: collections.deque[float] = collections.deque(maxlen=_WINDOW)
-        self.single_ns: float | None = None
-        """T_1 as calibrated, where it was."""
+        self.passes_ns: float | None = None
+        """Forward and backward of a step without communication, where they were calibrated."""
         self.flops_per_sample: float | None = None
         """Of forward and backward."""
         self.peak_flops: float | None = None
@@ -50,12 +52,18 @@ class Speed:
 
     @property
     def single_step_ns(self) -> float | None:
-        """T_1: calibrated, or estimated."""
-        return self.single_ns or (statistics.median(self._own) if self._own else None)
+        """T_1."""
+        return statistics.median(self._own) if self._own else None
+
+    def _alone(self, worker: WorkerStep) -> float:
+        """What the worker's step would take by itself."""
+        if self.passes_ns is None:
+            return worker.own
+        return worker.own - worker.shares["forward"] - worker.shares["backward"] + self.passes_ns
 
     def see(self, step: CombinedStep) -> Scaling:
         """What `step` says."""
-        self._own.append(statistics.median(worker.own for worker in step.workers))
+        self._own.append(statistics.median(self._alone(worker) for worker in step.workers))
         seconds = step.wall / 1e9
         samples = [worker.record.num_samples for worker in step.workers]
         batch = sum(samples) if all(samples) else None

@@ -87,7 +87,8 @@ class CudaStamps:
             return stamp
         if time.perf_counter_ns() - self._anchored_ns > _ANCHOR_S * 1e9:
             self._anchor, self._anchored_ns = self._drop_anchor()
-        return self._anchored_ns + round(self._anchor.elapsed_time(stamp) * 1e6)
+        since: float = self._anchor.elapsed_time(stamp)
+        return self._anchored_ns + round(since * 1e6)
 
     def done(self, stamps: list[Stamp]) -> None:
         """See Stamps."""

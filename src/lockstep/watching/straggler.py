@@ -85,11 +85,12 @@ def last_of(step: CombinedStep, delays: Delays | None) -> Late | None:
 def outlier(one_way: Mapping[tuple[int, int], Sequence[int]], size: int, *, are_one_way: bool) -> Delays | None:
     """The worker whose links are slow, from the delays (ns) that were probed between pairs (from, to).
 
-    A worker's own delay is the lower median over its links, so that one slow worker does not taint the others. Where
-    both ends of a link could be at fault, it is the sender's; where only round trips are known and there are but two
-    workers, nobody can tell.
+    Of a link, the third quartile counts: one that is too narrow delays probes while gradients are on their way, and
+    only then. A worker's own delay is the lower median over its links, so that one slow worker does not taint the
+    others. Where both ends of a link could be at fault, it is the sender's; where only round trips are known and there
+    are but two workers, nobody can tell.
     """
-    typical = {pair: statistics.median(found) for pair, found in one_way.items() if found}
+    typical = {pair: sorted(found)[3 * len(found) // 4] for pair, found in one_way.items() if found}
     if size < 2 or (size == 2 and not are_one_way):
         return None
     best: tuple[float, int] | None = None

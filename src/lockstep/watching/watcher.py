@@ -5,6 +5,7 @@ thread, probes where there are several hosts, and the look-out for hangs. On wor
 Nothing of it changes a bit of the training.
 """
 
+import contextlib
 import hashlib
 import sys
 import time
@@ -19,6 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.watching import viewers
 from lockstep.watching.background import Background
+from lockstep.watching.calibration import calibrated
 from lockstep.watching.clock import Clock
 from lockstep.watching.collector import Collector
 from lockstep.watching.description import Description
@@ -95,6 +97,7 @@ class Watcher:
         self._module = model.module
         self.has_ended = False
         """Whether it has been closed."""
+        self.is_calibrated = False
         self._description = Description(model)
         stamps = stamps_of(world.device)
         began, clock = time.perf_counter_ns(), Clock.mine()
@@ -139,10 +142,13 @@ class Watcher:
         given = {"loss": loss, "lr": lr, **more}
         self._recorder.note({name: _kept(value) for name, value in given.items() if value is not None})
 
-    def calibrate(self, seconds: float) -> None:
-        """Say how long a step takes without communication: Trainer measures it."""
-        if self._collector is not None:
-            self._collector.speed.single_ns = seconds * 1e9
+    def calibrate(self, run_passes: Callable[[], None]) -> None:
+        """Learn how long the passes of a step take without communication, by running them; before the first step."""
+        self.is_calibrated = True
+        seconds = calibrated(run_passes, self._world.device)
+        self._recorder.forget()
+        if self._collector is not None and seconds is not None:
+            self._collector.speed.passes_ns = seconds * 1e9
 
     def close(self) -> None:
         """End the watching: write and print what was seen. Called by itself when the world ends; on every worker."""
@@ -159,10 +165,8 @@ class Watcher:
     def see(self, model: DataParallel, loss: LossReader | None) -> None:
         """Watch `model` too."""
         self._loss = loss or self._loss
-        if model.reducer is not None and model.reducer.gauge is None and model.parts is None:
-            gauge = NormGauge(model.reducer, is_main=self._world.is_main)
-            model.reducer.gauge = gauge
-            self._gauges.append(gauge)
+        if model.reducer is not None and model.reducer.gauge is None:
+            self._gauges.append(NormGauge(model, model.reducer))
 
     def _see_end(self, raw: Raw) -> None:
         """A step has ended. In the training thread."""
@@ -206,14 +210,14 @@ class Watcher:
             return
         self.has_ended = True
         self._recorder.close()
-        for replica in self._world.replicas:
-            if replica.reducer is not None and replica.reducer.gauge in self._gauges:
-                replica.reducer.gauge = None
+        for gauge in self._gauges:
+            gauge.close()
         self._background.close(waits=waits)
         if self._hangs is not None:
             self._hangs.close()
         if self._collector is not None:
-            self._end_run()
+            with contextlib.suppress(OSError):  # A full disk must not keep the world from ending.
+                self._end_run()
 
     def _end_run(self) -> None:
         if self._writer is not None and self._collector is not None:

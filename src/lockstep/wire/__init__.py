@@ -8,9 +8,11 @@ top_k           the largest values
 low_rank        products of two thin matrices
 error_feedback  what was lost is added to the next gradient
 exchange        carry one bucket between workers
+after           nothing of this in the first steps
 auto            which of them pays, from measured costs
 """
 
+from lockstep.wire.after import After
 from lockstep.wire.auto import Auto
 from lockstep.wire.chunks import ChunkWire
 from lockstep.wire.exchange import Exchange
@@ -24,6 +26,7 @@ from lockstep.wire.sums import SumWire
 from lockstep.wire.top_k import TopK
 
 __all__ = [
+    "After",
     "Auto",
     "BucketShape",
     "ChunkWire",

@@ -32,6 +32,11 @@ class ChunkWire(ABC):
         """A chunk is a multiple of so many values."""
         return 8
 
+    @property
+    def feedback(self) -> float:
+        """How much of the error is added to the next gradient."""
+        return 1.0
+
     @abstractmethod
     def chunk_bytes(self, numel: int) -> int:
         """Bytes of an encoded chunk of `numel` values."""
@@ -80,8 +85,8 @@ class ChunkPassage:
         self._bucket = bucket
         self._rank, self._size = rank, size
         self._chunk = chunk = wire.chunk_numel(bucket.numel, size)
-        self._error = ErrorFeedback(bucket, 0, size * chunk)
-        self._owner_error = ErrorFeedback(bucket, rank * chunk, chunk)
+        self._error = ErrorFeedback(bucket, 0, size * chunk, wire.feedback)
+        self._owner_error = ErrorFeedback(bucket, rank * chunk, chunk, wire.feedback)
         self._padding = padding_of(bucket)
 
     def encode(self, flat: Tensor) -> Parcel:
@@ -101,6 +106,7 @@ class ChunkPassage:
 
     def combine(self, arrived: Tensor) -> Parcel:
         """Add everybody's version of the owned chunk, and encode the sum."""
+        self._owner_error.fade()
         total = self._owner_error.values.view(1, self._chunk)
         for row in arrived.split(1) if self._chunk else ():
             self._wire.put(row, total, adds=True)

@@ -20,18 +20,26 @@ class ErrorFeedback:
     `begin` is the place of the first value in the bucket; `numel` may reach beyond the bucket's end (padding).
     """
 
-    def __init__(self, bucket: BucketShape, begin: int, numel: int) -> None:
+    def __init__(self, bucket: BucketShape, begin: int, numel: int, share: float = 1.0) -> None:
         self._bucket = bucket
         self._begin = begin
         self._numel = max(0, min(bucket.numel - begin, numel))
+        self._share = share
+        """How much of the error is added to the next gradient."""
         self.values = torch.zeros(numel, dtype=torch.float32, device=bucket.device)
         """Between exchanges the error; after `add` what is to be encoded, out of which the encoder takes its part."""
         self._padding = _padding(bucket, begin, numel)
 
     def add(self, flat: Tensor) -> Tensor:
         """Add the gradients of the bucket; returns what is to be encoded: the error's own memory."""
+        self.fade()
         self.values[: self._numel].add_(flat[self._begin : self._begin + self._numel])
         return self.values
+
+    def fade(self) -> None:
+        """Forget what is not to be added."""
+        if self._share != 1.0:
+            self.values.mul_(self._share)
 
     def settle(self) -> None:
         """The encoder has left in `values` what it lost: keep none of it where there is no parameter."""

@@ -1,0 +1,134 @@
+"""Workers that are stuck over NCCL: the host waits for the end of the step, or blocks where it reads the device."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+import lockstep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+WORKERS, DEADLINE_S, MARGIN_S, VICTIM, STEP = 2, 4.0, 2.0, 1, 5
+
+
+def train(environ, folder, fault):
+    import torch.distributed as dist
+
+    from lockstep.watching.hangs import Hangs
+
+    os.environ.update(environ)
+    os.dup2(os.open(folder / f"words-{environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
+    world = lockstep.join(seed=0, timeout=60)
+    net = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4))).to(world.device)
+    model = lockstep.DataParallel(net, bucket_cap_mb=0.1)
+    total = torch.ones(1, device=world.device)
+    dist.all_reduce(total)
+    hangs = Hangs(world, model, folder, timedelta(seconds=DEADLINE_S))
+    hangs.start()
+    for step in range(10):
+        loss = model(torch.ones(2, 200, device=world.device)).square().mean()
+        if step == STEP and world.rank == VICTIM:
+            fail(fault, net)
+        elif step == STEP and fault == "reading":
+            dist.all_reduce(total)
+            read(total)
+        loss.backward()
+    hangs.close()
+
+
+def fail(fault, net):
+    if fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "looping":
+        net[1].weight.register_hook(lambda grad: loop_without_end())
+    elif fault in ("branched", "reading"):
+        loop_without_end()
+
+
+def loop_without_end():
+    while True:
+        time.sleep(0.01)
+
+
+def read(total):
+    return total.item()
+
+
+@pytest.fixture
+def hang(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    processes = []
+
+    def hang(fault):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        for rank in range(WORKERS):
+            environ = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(WORKERS),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(WORKERS),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NCCL_SOCKET_IFNAME": "lo",
+                "NCCL_IB_DISABLE": "1",
+                "NCCL_HOSTID": str(rank),  # Lets several workers share one GPU.
+            }
+            processes.append(context.Process(target=train, args=(environ, tmp_path, fault)))
+            processes[-1].start()
+        return await_report(tmp_path, processes)
+
+    yield hang
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def await_report(folder, processes):
+    path = folder / "hangs" / "hang.json"
+    give_up = time.monotonic() + 100
+    while not path.exists():
+        words = [(folder / f"words-{rank}") for rank in range(WORKERS)]
+        said = "\n".join(word.read_text() for word in words if word.exists())
+        assert time.monotonic() < give_up and processes[0].is_alive(), said
+        time.sleep(0.05)
+    report = json.loads(path.read_text())
+    assert float(re.search(r"hangs since ([\d.]+) s", report["text"])[1]) <= DEADLINE_S + MARGIN_S
+    assert (report["missing"], report["step"]) == ([VICTIM], STEP)
+    return report
+
+
+def test_a_stopped_worker(hang):
+    report = hang("stopped")
+    assert "worker 1: stopped (process state T)" in report["text"]
+    assert "3.bias" in report["params"]
+
+
+def test_a_loop_in_mid_backward(hang):
+    report = hang("looping")
+    assert "in the backward pass of step 5" in report["text"] and "in loop_without_end" in report["text"]
+    assert any(name.startswith("1.") for name in report["params"])
+
+
+def test_another_branch(hang):
+    report = hang("branched")
+    assert "in loop_without_end" in report["text"]
+    assert "3.bias" in report["params"]
+
+
+def test_a_host_that_reads_what_the_device_waits_for(hang):
+    report = hang("reading")
+    assert re.search(r"worker 0: waiting in a read of what the device has not come to .* in read", report["text"])
+    assert "in loop_without_end" in report["text"]

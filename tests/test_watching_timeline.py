@@ -1,0 +1,261 @@
+"""The pure parts of watching: shares of a step, who is late and why, clocks, scaling, the noise scale."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.events import Event, Events, Kind
+from lockstep.watching import timeline
+from lockstep.watching.clock import Clock, offset
+from lockstep.watching.combined import combine
+from lockstep.watching.noise import NoiseScale, Norms, norms_of
+from lockstep.watching.pace import Pace
+from lockstep.watching.record import SHARES, SYNC, Record, Sent, Span
+from lockstep.watching.scaling import Speed
+from lockstep.watching.straggler import Delays, Stragglers, last_of, outlier
+from lockstep.watching.summary import Summary
+
+MS = 1_000_000
+
+
+def moments(*heard):
+    return [timeline.Moment(Event(kind, time, 0, *rest), time) for kind, time, *rest in heard]
+
+
+def a_step(begin=0, data=10, forward=20, backward=40, waits=30, optimizer=5, reduced=25):
+    """One step over two buckets; the closing one is launched when the backward pass has ended."""
+    at = list(itertools.accumulate([begin, data, forward, backward, waits, optimizer]))
+    return moments(
+        (Kind.LOADING, at[0]),
+        (Kind.LOADED, at[1]),
+        (Kind.FORWARD, at[1], -1, 0, 8),
+        (Kind.FORWARDED, at[2] - 5),
+        (Kind.BACKWARD, at[2]),
+        (Kind.FULL, at[2] + 9, 0, 100),
+        (Kind.LAUNCHED, at[2] + 10, 0, 100),
+        (Kind.REDUCED, at[2] + 20, 0, 100),
+        (Kind.WAITING, at[3]),
+        (Kind.LAUNCHED, at[3] + 1, 1, 50),
+        (Kind.REDUCED, at[3] + reduced, 1, 50),
+        (Kind.SYNCED, at[4]),
+        (Kind.OPTIMIZER, at[4]),
+        (Kind.UPDATED, at[5]),
+    )
+
+
+def record_of(heard, step=9, begin=0, **noted):
+    return timeline.record(step, begin, heard, noted)
+
+
+def test_shares_of_a_step():
+    record = record_of(a_step())
+    assert [(span.name, span.length) for span in record.spans] == [
+        ("data", 10), ("forward", 20), ("backward", 40), (SYNC, 30), ("optimizer", 5),
+    ]  # fmt: skip
+    assert record.wall == 105 and record.own == 75 and record.num_samples == 8
+    assert [(b.place, b.num_bytes, b.ready, b.launched, b.reduced) for b in record.buckets] == [
+        (0, 100, 39, 40, 50), (1, 50, 71, 71, 95),
+    ]  # fmt: skip
+    assert Record.from_json(record.to_json()) == record
+
+
+def test_waiting_is_until_the_last_has_launched():
+    """Worker 1 is 15 later with its last bucket: so long worker 0 waits for it, the rest is exposed for both."""
+    early, late = record_of(a_step()), record_of(a_step(backward=55, waits=15, reduced=10))
+    step = combine({0: early, 1: late}, {})
+    first, second = step.workers
+    assert (first.shares["waiting"], first.shares["exposed"]) == (16, 14)
+    assert (second.shares["waiting"], second.shares["exposed"]) == (1, 14)
+    assert first.hidden == second.hidden == 10
+    assert step.wall == 105
+    for worker in step.workers:
+        assert sum(worker.shares.values()) == worker.wall
+        assert [span.begin for span in worker.spans[1:]] == [span.end for span in worker.spans[:-1]]
+
+
+def test_offsets_place_workers_on_one_clock():
+    ahead = record_of(a_step(begin=1000), begin=1000)
+    step = combine({0: record_of(a_step()), 1: ahead}, {1: -1000})
+    assert [worker.begin for worker in step.workers] == [0, 0]
+    assert all(worker.shares["waiting"] == 1 for worker in step.workers)
+
+
+@given(st.lists(st.sampled_from(list(Kind)), min_size=1, max_size=60), st.randoms())
+def test_shares_add_up_whatever_is_heard(kinds, rng):
+    """Passes that fail, loops that load nothing, several models: no gap, no overlap."""
+    times = sorted(rng.randrange(1000) for _ in kinds)
+    heard = moments(*((kind, time, rng.randrange(3), 10) for kind, time in zip(kinds, times, strict=True)))
+    heard.append(timeline.Moment(Event(Kind.UPDATED, 1001, 0), 1001))
+    other = [timeline.Moment(moment.event, moment.time + rng.randrange(3)) for moment in heard]
+    other.sort(key=lambda moment: moment.time)
+    step = combine({0: record_of(heard), 1: record_of(other)}, {1: rng.randrange(-5, 5)})
+    for worker in step.workers:
+        assert set(worker.shares) == set(SHARES)
+        assert sum(worker.shares.values()) == worker.wall
+        assert all(share >= 0 for share in worker.shares.values())
+        assert 0 <= worker.hidden <= worker.wall
+
+
+def test_loading_tells_only_listeners():
+    events = Events()
+    assert list(events.loading(iter([1, 2]))) == [1, 2]
+    heard = []
+    events.subscribe(lambda event: heard.append(event.kind))
+    assert list(events.loading(iter([1]))) == [1]
+    assert heard == [Kind.LOADING, Kind.LOADED] * 2
+
+
+# Who is late
+
+
+def workers_step(*own, step=9, sync=None):
+    """A step of workers that need `own` milliseconds each, given as dicts of shares; all end together."""
+    longest = max(sum(each.values()) for each in own)
+    records = {}
+    for rank, each in enumerate(own):
+        spans, now = [], 0
+        for name, ms in each.items():
+            spans.append(Span(name, now, now + ms * MS))
+            now += ms * MS
+        launched, end = now, (longest + (sync or 1)) * MS
+        spans.append(Span(SYNC, now, end))
+        records[rank] = Record(step, 0, end, spans, [Sent(0, 10, launched, launched, end)], 4.0)
+    return combine(records, {})
+
+
+def test_last_and_why():
+    late = last_of(workers_step({"data": 5, "forward": 20}, {"data": 205, "forward": 22}), None)
+    assert (late.worker, late.cause, late.where) == (1, "data", "data")
+    assert 200 * MS <= late.late_ns <= 203 * MS and late.part > 0.95
+    late = last_of(workers_step({"forward": 20}, {"forward": 20}, {"forward": 90, "data": 3}, {"forward": 25}), None)
+    assert (late.worker, late.cause, late.where) == (2, "compute", "forward")
+
+
+def test_network_is_at_fault_where_all_were_ready():
+    step = workers_step({"forward": 20}, {"forward": 21}, sync=400)
+    late = last_of(step, Delays(0, 200 * MS))
+    assert (late.worker, late.cause) == (0, "network") and late.late_ns >= 399 * MS
+    assert last_of(workers_step({"forward": 20}, {"forward": 300}), Delays(0, 200 * MS)).cause == "compute"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("direction", ["sends", "receives"])
+def test_slow_link(size, direction):
+    if size == 2 and direction == "receives":
+        pytest.skip("of two, the sender is named")
+    slow = size - 1
+    delays = {
+        pair: [200 * MS if pair[direction == "receives"] == slow else MS // 10] * 5
+        for pair in itertools.permutations(range(size), 2)
+    }
+    found = outlier(delays, size, are_one_way=True)
+    assert found is not None and found.worker == slow and found.excess_ns > 150 * MS
+    assert outlier({pair: [MS] for pair in delays}, size, are_one_way=True) is None
+
+
+def test_of_two_with_round_trips_only_nobody_can_tell():
+    assert outlier({(0, 1): [100 * MS], (1, 0): [100 * MS]}, 2, are_one_way=False) is None
+
+
+def judge(steps):
+    stragglers = Stragglers()
+    for number, own in enumerate(steps, 1):
+        step = workers_step(*own, step=number)
+        stragglers.see(step, last_of(step, None))
+    return stragglers.text
+
+
+def test_verdict_names_a_steady_straggler():
+    rng = random.Random(0)
+    steps = [[{"data": 5, "forward": rng.randrange(20, 40)} for _ in range(4)] for _ in range(30)]
+    assert judge(steps) == ""
+    for own in steps:
+        own[1]["data"] += 190
+    assert judge(steps[:5]) == ""  # Too few to say.
+    text = judge(steps)
+    assert text.startswith("worker 1 holds everyone up by 19") and text.endswith("of it in data loading")
+
+
+def test_verdict_is_dropped_when_it_is_over():
+    slow = [[{"forward": 100}, {"forward": 300}]] * 20
+    quick = [[{"forward": 100}, {"forward": 101}]] * 30
+    assert judge(slow) and not judge(slow + quick)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_noise_names_nobody(size):
+    """Steps of 100 ms that scatter by a third, from workers that are all alike."""
+    for seed in range(50):
+        rng = random.Random(seed)
+        steps = [[{"forward": round(rng.gauss(100, 15))} for _ in range(size)] for _ in range(60)]
+        assert judge(steps) == ""
+
+
+# Clocks
+
+
+def test_clocks():
+    here = Clock("kernel", 5000)
+    assert offset(here, Clock("kernel", 9999), 123) == 0
+    # The other's monotonic clock stands 300 behind, its calendar is right, or ahead by 40.
+    assert offset(here, Clock("another", 5300), 0) == 300
+    assert offset(here, Clock("another", 5340), 40) == 300
+    assert Clock.mine().is_same_as(Clock.mine())
+
+
+# Speed
+
+
+def test_scaling():
+    speed = Speed(2)
+    speed.flops_per_sample, speed.peak_flops = 1e9, 1e11
+    found = speed.see(workers_step({"forward": 80}, {"forward": 80}, sync=20))
+    assert found.batch == 8 and found.samples_per_s == pytest.approx(80)
+    assert found.efficiency == pytest.approx(0.8)
+    assert found.bus_gb_per_s == pytest.approx(10 / 20e6)
+    assert found.mfu == pytest.approx(80e9 / 2e11)
+    calibrated = Speed(2)
+    calibrated.passes_ns = 70e6  # The 80 ms of forward had communication beside them.
+    assert calibrated.see(workers_step({"forward": 80}, {"forward": 80}, sync=20)).efficiency == pytest.approx(0.7)
+
+
+def test_noise_scale_is_unbiased():
+    """Gradients of one sample are normal around a mean, so both numbers are known; parts of different sizes."""
+    generator = torch.Generator().manual_seed(0)
+    mean, sizes = torch.full((50,), 0.2), [3, 5, 8]
+    noise = NoiseScale()
+    for _ in range(400):
+        parts = [mean + torch.randn(size, 50, generator=generator) for size in sizes]
+        whole = torch.cat(parts).mean(0).square().sum().item()
+        noise.see([Norms(part.mean(0).square().sum().item(), len(part)) for part in parts], whole)
+    assert noise.value == pytest.approx(50 / (50 * 0.04), rel=0.35)
+
+
+def test_norms_are_of_the_gradient_before_it_was_weighed():
+    noted = {0: {"own": 4.0, "share": 0.25}, 1: {"own": 9.0, "share": 0.75}}
+    assert norms_of(noted, {0: 1.0, 1: 3.0}) == [Norms(64.0, 1.0), Norms(16.0, 3.0)]
+    weighed_before = {rank: {**each, "share": 1.0} for rank, each in noted.items()}
+    assert norms_of(weighed_before, {0: 1.0, 1: 3.0}) == [Norms(64.0, 1.0), Norms(16.0, 3.0)]
+    assert norms_of({0: {}, 1: {"own": 1.0, "share": 1.0}}, {0: 1.0, 1: 1.0}) is None
+
+
+def test_pace_keeps_to_what_watching_may_cost():
+    pace, used = Pace(), 0.0
+    for second in range(40):  # The thread uses 2 % of a core if every step is recorded.
+        pace.see(second, used)
+        used += 0.02 / pace.every
+    assert pace.every in (4, 8)
+    assert [step for step in range(1, 40) if pace.keeps(step)] == list(range(2, 40, pace.every))
+    for second in range(40, 90):
+        pace.see(second, used)
+    assert pace.every == 1 and pace.keeps(1)
+
+
+def test_summary_in_words():
+    summary = Summary(steps=12, wall_ms=100.0, forward_ms=60.0, exposed_ms=40.0, efficiency=0.6, verdict="worker 1 ...")
+    assert str(summary) == "12 steps, 100.0 ms each: forward 60 %, exposed 40 %; efficiency 60 %\nworker 1 ..."
+    assert Summary.from_json(summary.to_json()) == summary
