@@ -6,8 +6,9 @@ lockstep       lockstep.DataParallel
 zero1..zero3   the same with `zero=1` to 3
 half, int8, sign, topk, lowrank
                lockstep.DataParallel with that wire: bf16, blocks of 256, 1 %, rank 2
-ddp-bf16, ddp-powersgd
-               torch's DDP with its own hook: bf16, or PowerSGD of rank 2 from the third step on
+auto, auto-any the same with wire="auto", and with an auto that may choose any wire
+ddp-bf16, ddp-fp16, ddp-powersgd
+               torch's DDP with its own hook: bf16, fp16, or PowerSGD of rank 2 from the third step on
 fsdp2          torch's fully_shard, one unit per block
 
 ddp, lockstep and zero take a cap of their buckets in MB, as ddp@4, and a backend, as ddp/gloo: else the world's own.
@@ -37,8 +38,10 @@ WIRES = {
     "sign": wire.Sign(),
     "topk": wire.TopK(0.01),
     "lowrank": wire.LowRank(2),
+    "auto": wire.Auto(),
+    "auto-any": wire.Auto(budget=float("inf")),
 }
-HOOKED = ("ddp-bf16", "ddp-powersgd")
+HOOKED = ("ddp-bf16", "ddp-fp16", "ddp-powersgd")
 KINDS = ("limit", "plain", "ddp", "lockstep", "zero1", "zero2", "zero3", "fsdp2", *WIRES, *HOOKED)
 BUCKETED = ("ddp", "lockstep", "zero1", "zero2", "zero3")
 
@@ -141,6 +144,8 @@ def _hooked(kind: str, module: models.GPT) -> nn.Module:
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     if kind == "ddp-bf16":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif kind == "ddp-fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     else:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

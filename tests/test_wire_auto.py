@@ -9,7 +9,7 @@ from lockstep.wire import Auto, BucketShape, Full, Half, Int8, LowRank, Piece, S
 from lockstep.wire.auto import Costs, Link, best_of, proposals
 
 BUCKET = BucketShape(1 << 20, (Piece("weight", 0, (1024, 1024)),))
-WIRES = Auto(budget=0.03).wires()
+WIRES = Auto(budget=1).wires()
 
 
 def costs(bytes_per_s, num_buckets=4, per_value=2e-9, latency_s=1e-4):
@@ -21,8 +21,8 @@ def costs(bytes_per_s, num_buckets=4, per_value=2e-9, latency_s=1e-4):
 
 def test_the_budget_says_what_may_be_chosen():
     assert Auto(budget=0).wires() == (Full(),)
-    assert Auto().wires() == (Full(), Half("bf16"), Int8(), LowRank(4))
-    assert Auto(budget=0.05).wires() == (Full(), Half("bf16"), Int8(), LowRank(4), Sign(), TopK(0.01))
+    assert Auto().wires() == (Full(), Half("bf16"), Int8())
+    assert Auto(budget=1).wires() == (Full(), Half("bf16"), Int8(), Sign(), LowRank(4), TopK(0.01))
     assert Auto(candidates=(Full(), Sign())).wires() == (Full(), Sign())
 
 

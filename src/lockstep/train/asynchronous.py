@@ -55,8 +55,8 @@ class Async:
 
     A step trains on one shard, `batch_size / shards` samples, that this worker has claimed: fast workers make more
     steps, and every sample is used once in an epoch. Not reproducible: updates are applied as they arrive. The
-    optimizer must work element by element. Memory, besides the model: gradients twice, parameters once more, and the
-    optimizer's state divided by the number of workers.
+    optimizer must work element by element. Memory, besides the model: gradients three times (as the pass leaves them,
+    as they are sent, as those of others arrive), this worker's part of the parameters and of the optimizer's state.
     """
 
     staleness: int = 8

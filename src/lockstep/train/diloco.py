@@ -23,7 +23,7 @@ class DiLoCo:
     every: steps of a round; DiLoCo is made for many, 50 to 500. Nothing is sent between exchanges.
     outer: a function from a list of parameters to a torch optimizer; if not given
         `lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)`.
-    wire, overlap, delay: as of `LocalSGD`.
+    wire, overlap, delay, average_state: as of `LocalSGD`.
 
     Volume: as of `LocalSGD`.
     Memory: the weights of the round's beginning, once the model, and the outer optimizer's state on every worker: with
@@ -39,9 +39,10 @@ class DiLoCo:
     wire: Wire | None = None
     overlap: bool = False
     delay: int = 1
+    average_state: bool = False
 
     def __post_init__(self) -> None:
-        rhythm("DiLoCo", self.every, self.wire, self.overlap, self.delay)
+        rhythm("DiLoCo", self.every, self.wire, self.overlap, self.delay, self.average_state)
         if self.outer is not None and not callable(self.outer):
             raise UsageError(
                 f"DiLoCo(outer={type(self.outer).__name__}): the common weights are known when training begins, so "
@@ -51,5 +52,5 @@ class DiLoCo:
 
     def open(self, setting: Setting) -> Rounds:
         """See Strategy."""
-        chosen = rhythm("DiLoCo", self.every, self.wire, self.overlap, self.delay)
+        chosen = rhythm("DiLoCo", self.every, self.wire, self.overlap, self.delay, self.average_state)
         return Rounds(setting, chosen, self.outer if self.outer is not None else nesterov)

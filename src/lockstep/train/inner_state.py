@@ -1,8 +1,8 @@
 """The state of workers' own optimizers, made one: so that a checkpoint is that of equal replicas.
 
 Workers that train by themselves have optimizers of their own: of their moments the mean is taken, of their counts of
-steps the largest. That needs messages, and is done before saving and not in every exchange: moments of a worker's own
-are what Local SGD and DiLoCo train with.
+steps the largest. That needs messages, and is done before saving, and in every exchange only where that is asked for:
+moments of a worker's own are what Local SGD and DiLoCo train with.
 """
 
 from collections.abc import Sequence

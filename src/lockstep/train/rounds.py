@@ -115,6 +115,8 @@ class Rounds:
         if not is_overlapped:
             self._receive()
             self._copy_first()
+            if self._rhythm.averages_state:
+                make_equal(self._setting.optimizer, self._params, self._world)
 
     def _receive(self) -> None:
         for anchor in self._anchors.values():

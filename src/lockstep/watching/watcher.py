@@ -70,7 +70,7 @@ def watch(
         )
     watcher: Watcher | None = model.world.watcher
     if watcher is None or watcher.has_ended:
-        where = Path(folder) if folder is not None else None
+        where = _folder_of(Path(folder), model.world) if folder is not None else None
         deadline = timedelta(seconds=hang_deadline) if isinstance(hang_deadline, int | float) else hang_deadline
         shows = viewers.opened(progress=progress, tensorboard=tensorboard) if model.world.is_main else []
         watcher = model.world.watcher = Watcher(model, where, peak_flops, deadline, shows)
@@ -230,6 +230,14 @@ class Watcher:
         if self.summary().steps:
             for line in str(self.summary()).splitlines():
                 print(f"lockstep: {line}", file=sys.stderr)
+
+
+def _folder_of(folder: Path, world: World) -> Path:
+    """`folder`; one in it for each group, where a model is trained by several groups of workers side by side."""
+    whole = current()
+    if whole is None or whole.size == world.size:
+        return folder
+    return folder / f"workers-{world.peers.all[0].rank}-{world.peers.all[-1].rank}"
 
 
 def _kept(value: float | Tensor) -> float | Tensor:
