@@ -141,7 +141,9 @@ def _wrap(
 
 
 def _hooked(kind: str, module: models.GPT) -> nn.Module:
-    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    # One bucket on the CPU: over gloo torch's hook sends the second messages of several in any order, and dies of it.
+    is_alone = kind == "ddp-powersgd" and next(module.parameters()).device.type == "cpu"
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=4096 if is_alone else None)
     if kind == "ddp-bf16":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif kind == "ddp-fp16":

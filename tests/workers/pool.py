@@ -8,6 +8,8 @@ import time
 import traceback
 from datetime import timedelta
 
+from processes import fork_context
+
 DEADLINE_S = 60
 
 
@@ -41,8 +43,7 @@ class Pool:
 
     def __init__(self, size=8):
         self.size = size
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "numpy", "lockstep"])
+        self._context = fork_context()
         self._workers = []
 
     def _start(self):

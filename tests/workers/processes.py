@@ -1,5 +1,6 @@
-"""Real processes for tests of what starts and ends them: a launcher in a fork, and who is still alive."""
+"""Real processes for tests of what starts and ends them: forks of a server, a launcher in a fork, who is alive."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,6 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEADLINE_S = 40
+# An optimizer imports torch._dynamo when it is made, which takes every process longer than importing torch did.
+PRELOADED = ["numpy", "torch", "torch._dynamo", "lockstep", "lockstep.train.trainer", "lockstep.watching.hangs"]
+
+
+def fork_context() -> multiprocessing.context.ForkServerContext:
+    """Starts processes as forks of the test run's one server, which has imported what workers use."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Workers that die, stop or leave: the others end soon, naming them. These tests start processes of their own."""
 
 import itertools
-import multiprocessing
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ import time
 
 import pytest
 from amount import some
+from processes import fork_context
 
 import lockstep
 
@@ -57,8 +57,7 @@ def fail(fault, net):
 
 @pytest.fixture
 def start(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "numpy", "lockstep"])
+    context = fork_context()
     processes = []
 
     def start(workers, *args):

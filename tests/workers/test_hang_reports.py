@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from amount import some
-from processes import wait_until
+from processes import fork_context, wait_until
 
 import lockstep
 
@@ -100,20 +99,22 @@ class Hung:
         if is_printed:
             wait_until(lambda: place in self.words(rank), f"worker {rank} to print its stack")
 
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
 
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "numpy", "lockstep", "lockstep.watching.hangs"])
+    context = fork_context()
     worlds = {}
     for fault, backend in some(SELECTION, EVERYWHERE):
         folder = tmp_path_factory.mktemp(f"{fault}-{backend}")
         worlds[fault, backend] = Hung(folder, start(context, folder, backend, fault))
     yield worlds
     for world in worlds.values():
-        for process in world.processes:
-            process.kill()
-            process.join()
+        world.end()
 
 
 def start(context, folder, backend, fault):
@@ -174,6 +175,7 @@ def test_a_loop_in_mid_backward_is_named_with_the_gradients_that_lack(hung, back
     assert "in the backward pass of step 5, 5 of 8 buckets sent" in report["text"]
     assert "in loop_without_end" in report["text"] and "lacks the gradients of '1.weight'" in report["text"]
     world.await_stack(VICTIM, "in loop_without_end")
+    world.end()  # Since it keeps a core busy.
 
 
 @pytest.mark.parametrize("backend", backends("frozen"))

@@ -1,6 +1,5 @@
 """Workers killed at random moments while they save, again and again: a whole checkpoint is there each time."""
 
-import multiprocessing
 import os
 import random
 import time
@@ -8,6 +7,7 @@ import time
 import pytest
 import torch
 from amount import some
+from processes import fork_context
 from test_failure import free_port
 
 import lockstep
@@ -40,8 +40,7 @@ def save_without_end(environ, folder):
 
 
 def start(folder):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "numpy", "lockstep"])
+    context = fork_context()
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     processes = [
         context.Process(target=save_without_end, args=({"RANK": str(rank), **common}, folder)) for rank in range(2)

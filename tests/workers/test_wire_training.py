@@ -1,5 +1,8 @@
 """DataParallel with a wire: replicas stay equal, learn as without one, send what was promised, and can be resumed."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,16 +43,28 @@ def train(world, chosen, zero, steps):
         return weights_of(model.module), losses
 
 
-@pytest.mark.parametrize("chosen", WIRES, ids=str)
-def test_replicas_stay_equal_and_learn(pool, chosen):
-    expected, plain = pool.run(2, train, None, 0, 30)[0]
-    for workers, zero in ((2, 0), (3, 1), (2, 2), (3, 3)):
-        results = pool.run(workers, train, chosen, zero, 30)
-        assert all(difference(weights, results[0][0]) == 0 for weights, _ in results)
-        rel = 0.25 if isinstance(chosen, wire.Sign | wire.TopK | wire.LowRank) else 0.02
-        assert results[0][1][-1] == pytest.approx(plain[-1], rel=rel), plain
-        if isinstance(chosen, wire.Full):
-            assert difference(results[0][0], expected) < 1e-4
+@pytest.fixture(scope="module")
+def without_wire(started_pool):
+    """Weights and losses of two workers."""
+    return functools.cache(lambda: started_pool.run(2, train, None, 0, 30)[0])
+
+
+SOME = zip(WIRES, [(2, 0), (3, 1), (3, 3), (2, 2), (3, 3), (2, 0), (3, 1)], strict=True)
+"""Every wire, and every stage at least once."""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "at"), some(SOME, itertools.product(WIRES, [(2, 0), (3, 1), (2, 2), (3, 3)])), ids=str
+)
+def test_replicas_stay_equal_and_learn(pool, without_wire, chosen, at):
+    expected, plain = without_wire()
+    workers, zero = at
+    results = pool.run(workers, train, chosen, zero, 30)
+    assert all(difference(weights, results[0][0]) == 0 for weights, _ in results)
+    rel = 0.25 if isinstance(chosen, wire.Sign | wire.TopK | wire.LowRank) else 0.02
+    assert results[0][1][-1] == pytest.approx(plain[-1], rel=rel), plain
+    if isinstance(chosen, wire.Full):
+        assert difference(results[0][0], expected) < 1e-4
 
 
 def sent(world, chosen):
@@ -96,8 +111,14 @@ def stopped_and_resumed(world, chosen, zero, folder):
     return difference(weights_of(resumed.module), weights_of(whole.module))
 
 
-@pytest.mark.parametrize("chosen", [wire.Int8(), wire.TopK(0.1), wire.Sign(), wire.LowRank(4)], ids=str)
-@pytest.mark.parametrize("zero", [0, 1])
+WITH_ERRORS = [wire.Int8(), wire.TopK(0.1), wire.Sign(), wire.LowRank(4)]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "zero"),
+    some(zip(WITH_ERRORS, [0, 1, 1, 0], strict=True), itertools.product(WITH_ERRORS, [0, 1])),
+    ids=str,
+)
 def test_errors_are_in_the_checkpoint(pool, tmp_path, chosen, zero):
     """The resumed one lays its buckets out anew after its first step, so chunks are cut elsewhere than in the other."""
     results = pool.run(2, stopped_and_resumed, chosen, zero, str(tmp_path))
@@ -178,10 +199,14 @@ def chosen_by_itself(world, auto, zero):
         return early, model.wire_report(), model.coded.choice, weights_of(model.module), losses[-1]
 
 
-@pytest.mark.parametrize("auto", ["auto", wire.Auto(candidates=(wire.Full(), wire.Int8(), wire.Sign()), trial_steps=1)])
-@pytest.mark.parametrize("zero", [0, 3])
-def test_auto_chooses_once_and_alike_on_all_workers(pool, auto, zero):
-    plain = pool.run(2, train, None, 0, 30)[0][1][-1]
+AUTOS = ["auto", wire.Auto(candidates=(wire.Full(), wire.Int8(), wire.Sign()), trial_steps=1)]
+
+
+@pytest.mark.parametrize(
+    ("auto", "zero"), some(zip(AUTOS, [0, 3], strict=True), itertools.product(AUTOS, [0, 3])), ids=str
+)
+def test_auto_chooses_once_and_alike_on_all_workers(pool, without_wire, auto, zero):
+    plain = without_wire()[1][-1]
     results = pool.run(2, chosen_by_itself, auto, zero)
     for early, report, choice, weights, loss in results:
         assert "measuring" in early and report == str(choice) and 'wire="auto" chose' in report

@@ -93,6 +93,11 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return quotient
 
 
+def as_times(seconds: Mapping[str, Sequence[float]]) -> Times:
+    """What `measure` found, if it went through plain lists."""
+    return {name: np.asarray(values) for name, values in seconds.items()}
+
+
 def spread(times: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
     """10 %, 50 % and 90 % quantile."""
     low, median, high = np.quantile(times, [0.1, 0.5, 0.9])

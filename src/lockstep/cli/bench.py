@@ -4,6 +4,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from lockstep.cli import bench_step
+
 if TYPE_CHECKING:
     from lockstep.bench.comm import Results, Row
     from lockstep.bench.request import Request
@@ -38,29 +40,22 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Describe the command."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure this machine: what communication takes",
+        help="measure on this machine: Lockstep against its peers, and what communication takes",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
+    bench_step.add_step(benchmarks)
+    bench_step.add_gpu(benchmarks)
     _add_comm(benchmarks)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; returns 1 if a worker failed."""
-    from lockstep.bench import request
+    """Measure and print; returns 1 if a worker failed, or nothing could be measured."""
     from lockstep.errors import WorkerFailed, WorkerLost
 
-    asked = request.checked(args.workers, args.sizes, args.backends, args.rounds)
-    target = None if args.json is None else request.writable(args.json)
     try:
-        print(opening(asked), end="\n\n", flush=True)
-        from lockstep.bench import comm  # Takes seconds, since torch comes with it.
-
-        results = comm.run(asked)
-        if target is not None:
-            target.write_text(results.as_json())
-        print("\n".join([*table(results.rows), "", *closing(results)]))
+        return _run_comm(args) if args.benchmark == "comm" else bench_step.run(args)
     except KeyboardInterrupt:
         print("\nlockstep bench: interrupted; no worker is left.", file=sys.stderr)
         return _INTERRUPTED
@@ -70,6 +65,20 @@ def run(args: argparse.Namespace) -> int:
     except (WorkerLost, WorkerFailed) as error:
         print(f"\nlockstep bench: {error}", file=sys.stderr)
         return 1
+
+
+def _run_comm(args: argparse.Namespace) -> int:
+    from lockstep.bench import request
+
+    asked = request.checked(args.workers, args.sizes, args.backends, args.rounds)
+    target = None if args.json is None else request.writable(args.json)
+    print(opening(asked), end="\n\n", flush=True)
+    from lockstep.bench import comm  # Takes seconds, since torch comes with it.
+
+    results = comm.run(asked)
+    if target is not None:
+        target.write_text(results.as_json())
+    print("\n".join([*table(results.rows), "", *closing(results)]))
     return 0
 
 

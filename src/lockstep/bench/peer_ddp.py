@@ -1,0 +1,48 @@
+"""torch's DistributedDataParallel, by itself, with its hooks, and with ZeroRedundancyOptimizer.
+
+Set up as torch's documentation advises: gradients are views of the buckets (`gradient_as_bucket_view=True`, which
+saves a copy), buckets of its default size, a fused optimizer. The hooks are torch's own. ZeroRedundancyOptimizer packs
+what it broadcasts (`parameters_as_bucket_view=True`).
+"""
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.bench.variant import LEARNING_RATE, Setting, Variant, adamw
+
+
+def replicated(setting: Setting) -> Variant:
+    """DDP, with the hook that its kind names."""
+    model = _wrapped(setting)
+    if setting.kind == "ddp-bf16":
+        model.register_comm_hook(setting.group, default_hooks.bf16_compress_hook)
+    elif setting.kind == "ddp-fp16":
+        model.register_comm_hook(setting.group, default_hooks.fp16_compress_hook)
+    elif setting.kind == "ddp-powersgd":
+        state = powerSGD_hook.PowerSGDState(setting.group, matrix_approximation_rank=2, start_powerSGD_iter=3)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return Variant(setting, model, adamw(model))
+
+
+def zero_redundancy(setting: Setting) -> Variant:
+    """DDP, and an optimizer whose state is split."""
+    model = _wrapped(setting)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class=torch.optim.AdamW,
+        process_group=setting.group,
+        parameters_as_bucket_view=True,
+        lr=LEARNING_RATE,
+        fused=True,
+    )
+    return Variant(setting, model, optimizer)
+
+
+def _wrapped(setting: Setting) -> DistributedDataParallel:
+    module: nn.Module = setting.module
+    return DistributedDataParallel(
+        module, gradient_as_bucket_view=True, bucket_cap_mb=setting.cap_mb, process_group=setting.group
+    )

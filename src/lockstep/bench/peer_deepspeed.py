@@ -1,0 +1,67 @@
+"""DeepSpeed, ZeRO stages 0 to 3.
+
+Set up as its documentation has it: `deepspeed.initialize` with a configuration of the stage, gradients copied to one
+buffer as they come (`contiguous_gradients`), reduced beside the backward pass (`overlap_comm`, where there are streams:
+on GPUs), and torch's AdamW, fused, as the client's optimizer; then `engine.backward(loss)` and `engine.step()`.
+Everything else is its default. On the CPU DS_ACCELERATOR=cpu, over gloo, with the shared memory operations that it
+builds for itself; on GPUs its `torch_autocast` in bfloat16 instead of ours.
+"""
+
+import importlib
+import logging
+import os
+from typing import Any
+
+from lockstep.bench.variant import Setting, Variant, adamw
+from lockstep.bench.workloads import Batch
+
+
+class Driven(Variant):
+    """A step in DeepSpeed's words."""
+
+    def __init__(self, setting: Setting, engine: Any) -> None:
+        super().__init__(setting, engine, engine.optimizer)
+        self._engine = engine
+
+    def forward(self, batch: Batch) -> None:
+        """Compute the loss, in the precision that DeepSpeed was given."""
+        self.loss = self._engine(*batch)
+
+    def backward(self) -> None:
+        """Compute the gradients."""
+        self._engine.backward(self.loss)
+
+    def update(self) -> None:
+        """Move the weights by the gradients, and drop those."""
+        self._engine.step()
+
+
+def driven(setting: Setting) -> Variant:
+    """Over a group of its own that DeepSpeed opens."""
+    on_gpu = setting.device.type == "cuda"
+    if not on_gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    deepspeed = importlib.import_module("deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # It says what it does, at length.
+    deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", dist_init_required=False, verbose=False)
+    engine, *_ = deepspeed.initialize(
+        model=setting.module,
+        optimizer=adamw(setting.module),
+        config=configuration(int(setting.kind[-1]), setting.batch, on_gpu, setting.bf16),
+        dist_init_required=False,
+    )
+    return Driven(setting, engine)
+
+
+def configuration(stage: int, batch: int, on_gpu: bool, bf16: bool) -> dict[str, Any]:
+    """What DeepSpeed is told."""
+    zero = {"stage": stage, "contiguous_gradients": True, "overlap_comm": on_gpu} if stage else {"stage": 0}
+    told: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "steps_per_print": 1 << 40,
+    }
+    if bf16:
+        told["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    return told
