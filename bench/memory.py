@@ -22,14 +22,13 @@ import argparse
 import ctypes
 import gc
 import os
-import threading
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import lockstep
 from lockstep.bench import machine
+from lockstep.bench.memory import Sampler, used
 
 WIDTH = 1024
 M_MMAP_THRESHOLD = -3
@@ -46,26 +45,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """As wide as it came."""
         return x + torch.tanh(self.linear(x))
-
-
-class Sampler(threading.Thread):
-    """Looks at this process's proportional set size, again and again."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.peak = 0
-        self._ends = threading.Event()
-
-    def run(self) -> None:
-        """Until `end` is called."""
-        while not self._ends.wait(0.005):
-            self.peak = max(self.peak, proportional_bytes())
-
-    def end(self) -> int:
-        """The most that was seen."""
-        self._ends.set()
-        self.join()
-        return self.peak
 
 
 def main() -> None:
@@ -95,7 +74,7 @@ def train(options: argparse.Namespace, backend: str, zero: int) -> int:
         _wrapped_from_meta(world, options, zero, 2)
     gc.collect()
     world.barrier()
-    before = used(world)
+    before = used(world.device)
     world.barrier()
     if options.meta:
         peak = _wrapped_from_meta(world, options, zero, options.blocks) - before
@@ -150,17 +129,6 @@ def arithmetic(num_params: int, workers: int, zero: int, backend: str, *, built:
     if zero >= 3 and backend != "shm":
         params /= workers
     return num_params * (params + grads + state)
-
-
-def used(world: lockstep.World) -> int:
-    """Bytes that this worker uses now."""
-    return torch.cuda.memory_allocated(world.device) if world.device.type == "cuda" else proportional_bytes()
-
-
-def proportional_bytes() -> int:
-    """This process's memory; what it shares with others is divided among them."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    return int(lines["Pss"].split()[0]) << 10
 
 
 def _options() -> argparse.Namespace:

@@ -1,13 +1,18 @@
-"""`lockstep bench comm`, with real workers, in a process of its own."""
+"""`lockstep bench`, with real workers, in a process of its own."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 
 import pytest
+from amount import some
 
-BENCH = [sys.executable, "-c", "import sys; from lockstep.cli.main import main; sys.exit(main())", "bench", "comm"]
+from lockstep.bench import catalogue
+
+BENCH = [sys.executable, "-c", "import sys; from lockstep.cli.main import main; sys.exit(main())", "bench"]
 ALGORITHMS = ["naive", "ring", "own"]
 
 
@@ -18,7 +23,7 @@ def _clean_environment(monkeypatch):
 
 
 def run(*words):
-    ended = subprocess.run([*BENCH, "--rounds", "2", *words], capture_output=True, text=True)
+    ended = subprocess.run([*BENCH, "comm", "--rounds", "2", *words], capture_output=True, text=True)
     assert ended.returncode == 0, ended
     assert ended.stderr == ""
     return ended.stdout
@@ -56,3 +61,55 @@ def test_without_words_it_takes_every_backend_that_works():
     ]
     assert re.search(r"^1K: \d of 2 rounds count", said, re.MULTILINE)
     assert "workers: 2, backend: shm, gloo," in said
+
+
+@pytest.fixture
+def peers(tmp_path, monkeypatch):
+    """A folder of packages that are found before those that are installed."""
+    folder = tmp_path / "peers"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return folder
+
+
+def test_steps_are_compared_and_who_fails_is_listed(tmp_path, peers):
+    (peers / "accelerate.py").write_text("raise OSError('the wheel\\nis broken')")
+    (peers / "deepspeed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    names = ["nocomm", "lockstep", "accelerate", "zero3", "deepspeed1", "ddp/gloo"]
+    target, picture = tmp_path / "step.json", tmp_path / "step.svg"
+    words = ["step", "-n", "2", "--workload", "tiny", "--steps", "2", "--warmup", "0", "--variants", *names]
+    ended = subprocess.run(
+        [*BENCH, *words, "--json", str(target), "--plot", str(picture)], capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended
+    (found,) = json.loads(target.read_text())
+    assert [row["variant"] for row in found["rows"]] == ["nocomm", "lockstep", "zero3", "ddp/gloo"]
+    assert list(found["not_run"]) == ["accelerate", "deepspeed1"]
+    assert found["not_run"]["accelerate"] == "OSError: the wheel"
+    assert found["not_run"]["deepspeed1"].startswith("WorkerLost: worker ")
+    (heat,) = found["heats"]
+    assert heat["machine"]["workers"] == 2
+    for row in found["rows"]:
+        times = heat["seconds"][row["variant"]]
+        assert 1 <= len(times) <= 2
+        assert min(times) > 0
+        assert set(row["ratios"]) == {"nocomm", "ddp/gloo"}
+        assert re.search(rf"^{row['variant']} +{1e3 * row['median']:.1f} ", ended.stdout, re.MULTILINE)
+    losses = {row["variant"]: row["entry"]["loss"] for row in found["rows"]}
+    assert losses["lockstep"] == pytest.approx(losses["ddp/gloo"], rel=1e-6)
+    assert losses["zero3"] == pytest.approx(losses["ddp/gloo"], rel=1e-6)
+    assert "  accelerate      OSError: the wheel\n" in ended.stdout
+    bars = [each for each in ElementTree.parse(picture).iter() if each.get("class") in ("ours", "peer", "limit")]
+    assert len(bars) == 4
+
+
+@pytest.mark.parametrize("workload", some([], [name for name, each in catalogue.WORKLOADS.items() if not each.on_gpu]))
+@pytest.mark.timeout(600)
+def test_every_variant_makes_steps_of_every_workload(workload, tmp_path):
+    target = tmp_path / "step.json"
+    words = ["step", "-n", "2", "--workload", workload, "--steps", "1", "--warmup", "0", "--json", str(target)]
+    ended = subprocess.run([*BENCH, *words], capture_output=True, text=True)
+    assert ended.returncode == 0, ended
+    (found,) = json.loads(target.read_text())
+    assert all(reason.startswith("not installed") for reason in found["not_run"].values()), found["not_run"]
+    assert "within 1e-04 for all that communicate." in ended.stdout

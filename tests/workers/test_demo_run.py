@@ -17,30 +17,25 @@ DEMO = [sys.executable, "-c", "import sys; from lockstep.cli.main import main; s
 SHORT = ["--steps", "8", "--model", "tiny"]
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
+ENVIRON = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")}
 
 
-def test_a_short_run_says_what_it_checked():
-    ended = subprocess.run([*DEMO, *SHORT, "-n", "2"], capture_output=True, text=True)
-    assert ended.returncode == 0, ended
-    assert ended.stderr == ""
-    said = ended.stdout
-    assert re.findall(r"^step (\d+)/8  loss \d\.\d+", said, re.MULTILINE) == list("12345678")
-    assert len(re.findall(r"^  ok    ", said, re.MULTILINE)) == 3
-    assert re.search(r"SHA-256 [0-9a-f]{16}\.\.\. on each of 2", said)
-    assert re.search(r"first 5 steps are one worker's on the same 16-sample batches", said)
-    assert re.search(r"samples/s with 2 workers", said)
-    assert re.search(r"\d+ % of 2 x one alone \(medians of 3 steps and 4 lone ones", said)
-    assert re.search(r"\d+\.\d % of the time went into waiting", said)
-    assert "\x1b" not in said
+def begin(*words):
+    return subprocess.Popen(
+        [*DEMO, *words, "-n", "2"], env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
-def test_interrupted_it_ends_cleanly():
-    command = [*DEMO, "--steps", "100000", "--model", "tiny", "-n", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+@pytest.fixture(scope="module")
+def short():
+    """A short run, which goes on while another is interrupted."""
+    with begin(*SHORT) as process:
+        yield process
+        process.kill()
+
+
+def test_interrupted_it_ends_cleanly(short):
+    with begin("--steps", "100000", "--model", "tiny") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         for text in process.stdout:
@@ -51,6 +46,19 @@ def test_interrupted_it_ends_cleanly():
         said = process.stderr.read()
         assert process.wait() == 130
     assert said == "\nlockstep demo: interrupted; no worker is left.\n"
+
+
+def test_a_short_run_says_what_it_checked(short):
+    said, errors = short.communicate()
+    assert (short.returncode, errors) == (0, ""), said
+    assert re.findall(r"^step (\d+)/8  loss \d\.\d+", said, re.MULTILINE) == list("12345678")
+    assert len(re.findall(r"^  ok    ", said, re.MULTILINE)) == 3
+    assert re.search(r"SHA-256 [0-9a-f]{16}\.\.\. on each of 2", said)
+    assert re.search(r"first 5 steps are one worker's on the same 16-sample batches", said)
+    assert re.search(r"samples/s with 2 workers", said)
+    assert re.search(r"\d+ % of 2 x one alone \(medians of 3 steps and 4 lone ones", said)
+    assert re.search(r"\d+\.\d % of the time went into waiting", said)
+    assert "\x1b" not in said
 
 
 def _train(world, steps, batch, calibrates=True):

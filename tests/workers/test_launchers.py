@@ -1,5 +1,6 @@
 """One script under every launcher that is here, and alone."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -19,18 +20,35 @@ os.write(1, line.encode())  # In one piece: torchrun's workers share a pipe.
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return str(path)
+SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid())}  # The port is made from the job's number.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+TWO = ["0/2 local 0/2 1.5", "1/2 local 1/2 1.5"]
 
 
-def run(command, **variables):
+def begin(command, **variables):
     return subprocess.Popen(command, env=ENVIRON | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def lines(*processes):
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """The processes of every launcher, all running at the same time."""
+    script = tmp_path_factory.mktemp("launchers") / "train.py"
+    script.write_text(SCRIPT)
+    groups = {
+        "alone": [begin([sys.executable, script])],
+        "torchrun": [begin([*TORCHRUN, script])],
+        "slurm": [begin([sys.executable, script], SLURM_PROCID=n, SLURM_LOCALID=n, **SLURM) for n in "01"],
+    }
+    if shutil.which("mpirun"):
+        groups["openmpi"] = [begin([*MPIRUN, script])]
+    yield groups
+    for process in itertools.chain(*groups.values()):
+        process.kill()
+        process.wait()
+
+
+def lines(processes):
     said = []
     for process in processes:
         out, errors = process.communicate(timeout=90)
@@ -39,27 +57,18 @@ def lines(*processes):
     return sorted(said)
 
 
-TWO = ["0/2 local 0/2 1.5", "1/2 local 1/2 1.5"]
+def test_alone(started):
+    assert lines(started["alone"]) == ["0/1 local 0/1 1.0"]
 
 
-def test_alone(script):
-    assert lines(run([sys.executable, script])) == ["0/1 local 0/1 1.0"]
+def test_torchrun(started):
+    assert lines(started["torchrun"]) == TWO
 
 
-def test_torchrun(script):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    assert lines(run(command)) == TWO
-
-
-def test_slurm(script):
-    job = str(os.getpid())  # The port is made from it.
-    tasks = [
-        run([sys.executable, script], SLURM_PROCID=n, SLURM_NTASKS="2", SLURM_LOCALID=n, SLURM_JOB_ID=job) for n in "01"
-    ]
-    assert lines(*tasks) == TWO
+def test_slurm(started):
+    assert lines(started["slurm"]) == TWO
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
-def test_openmpi(script):
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script]
-    assert lines(run(command)) == TWO
+def test_openmpi(started):
+    assert lines(started["openmpi"]) == TWO

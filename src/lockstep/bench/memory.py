@@ -1,4 +1,4 @@
-"""What a process uses: on the CPU its proportional set size, in which shared memory is divided among those who share."""
+"""What a process uses: on the CPU its proportional set size, in which shared memory is divided among its users."""
 
 import ctypes
 import gc

@@ -32,7 +32,9 @@ from lockstep.comm import shm
 TRIAL_STEPS = 3
 """Enough for buckets that are laid out anew after the first step, and for the optimizer's state."""
 TIMEOUT = timedelta(minutes=10)
-"""Of every wait: a variant that fails on one worker only is known to all after this long. DeepSpeed builds for minutes"""
+"""Of every wait: a variant that fails on one worker only is known to all after this long."""
+SEED = 0
+"""Every variant starts from the same weights."""
 REHEARSAL = "tiny"
 """The workload with which each variant loads its code, before its memory is looked at."""
 LONGEST_REASON = 160
@@ -136,13 +138,10 @@ def _warm_up(asked: Contest, world: lockstep.World, fed: Sequence[Batch]) -> int
 def _stepped(asked: Contest, world: lockstep.World, name: str, fed: Sequence[Batch]) -> Variant:
     """The variant after its first steps."""
     own = "shm" if asked.device == "cpu" and shm.is_supported() else None
+    torch.manual_seed(SEED)
+    module = workloads.build(asked.workload)
     variant = variants.make(
-        name,
-        lambda: workloads.build(asked.workload),
-        world,
-        bf16=asked.is_bf16,
-        batch=asked.batch,
-        own_backend=own,
+        variants.setting(name, module, world, bf16=asked.is_bf16, batch=asked.batch, own_backend=own)
     )
     for number in range(TRIAL_STEPS):
         variant.step(fed[number % len(fed)])

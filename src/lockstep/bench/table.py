@@ -6,6 +6,8 @@ from lockstep.bench.catalogue import LIMITS, WORKLOADS, spelled
 from lockstep.bench.interleave import Estimate
 from lockstep.bench.results import Results, Row
 
+ENOUGH_ROUNDS = 6
+"""With fewer, a bootstrap interval of the median says too little."""
 SAME_LOSS = 1e-4
 """Losses that differ by less, relatively, are called the same."""
 
@@ -19,8 +21,9 @@ def _heading(results: Results) -> list[str]:
     contest = results.contest
     about = WORKLOADS[contest.workload].about
     return [
-        f"{contest.workload}: {about}; {results.num_params / 1e6:.2f}M parameters, {contest.workers} worker(s), "
-        f"{contest.batch} samples per worker and step, {'bf16 autocast' if contest.is_bf16 else 'float32'}, fused AdamW"
+        f"{contest.workload}: {about}",
+        f"{results.num_params:,} parameters, {contest.workers} worker(s), {contest.batch} sample(s) per worker and "
+        f"step, {'bf16 autocast' if contest.is_bf16 else 'float32'}, fused AdamW",
     ]
 
 
@@ -51,12 +54,14 @@ def _not_run(results: Results) -> list[str]:
 def _closing(results: Results) -> Iterator[str]:
     gpu = results.contest.device == "cuda"
     yield (
-        "peak MB: by how much a worker's memory grew at most, from before the variant was made to the end of its first "
-        f"steps, of the worker where that is most ({'the allocator of the GPU' if gpu else 'proportional set size'})."
+        "peak MB: by how much the memory of a worker grew at most, from before the variant was made to the end of its\n"
+        f"  first steps: {'what torch had allocated on the GPU' if gpu else 'its proportional set size'}."
     )
     yield from _losses(results)
     for number, heat in enumerate(results.heats, 1):
         yield (f"heat {number}: " if len(results.heats) > 1 else "") + heat.rounds
+    if any(len(times) < ENOUGH_ROUNDS for heat in results.heats for times in heat.seconds.values()):
+        yield "That is too few rounds to rely on the intervals: give more --steps, or a quieter machine."
     facts = {**(results.heats[0].machine if results.heats else {}), **results.versions, "date": results.date}
     facts.pop("backend", None)  # Each variant has its own.
     yield ", ".join(f"{name}: {fact}" for name, fact in facts.items())

@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,30 +13,29 @@ from lockstep.bench.variant import Setting, Variant
 from lockstep.comm import shm
 from lockstep.comm.backend import new_group
 
-SEED = 0
-"""Every variant starts from the same weights."""
 
-
-def make(
+def setting(
     name: str,
-    build: Callable[[], nn.Module],
+    module: nn.Module,
     world: lockstep.World,
     *,
     bf16: bool = False,
     batch: int = 1,
     own_backend: str | None = None,
-) -> Variant:
-    """The variant called `name`, with a model of its own. Called on every worker.
+) -> Setting:
+    """What the variant called `name` is to be made of. Called on every worker.
 
+    module: a model of its own, which goes to the world's device.
     own_backend: what Lockstep's kinds communicate over where their name says nothing; None for the world's group.
     """
-    torch.manual_seed(SEED)
     spelled = catalogue.spelled(name)
     backend = spelled.backend or (own_backend if spelled.kind in OURS else None)
-    setting = Setting(
-        build().to(world.device), spelled.kind, world, _group(world, backend), spelled.cap_mb, bf16, batch
-    )
-    return _maker(spelled.kind)(setting)
+    return Setting(module.to(world.device), spelled.kind, world, _group(world, backend), spelled.cap_mb, bf16, batch)
+
+
+def make(setting: Setting) -> Variant:
+    """The variant. Called on every worker."""
+    return _maker(setting.kind)(setting)
 
 
 def _group(world: lockstep.World, backend: str | None) -> dist.ProcessGroup | None:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 
 from lockstep.bench import catalogue
 
@@ -93,13 +94,14 @@ def _listed(*, on_gpu: bool) -> str:
     """Workloads and variants, a line each."""
     lines = ["", "workloads:"]
     lines += [f"  {name:17}{catalogue.WORKLOADS[name].about}" for name in catalogue.workloads(on_gpu=on_gpu)]
-    lines += ["", "variants (a kind, and with @MB or /BACKEND behind it where that is said to be possible):"]
+    lines += ["", "variants:"]
     lines += [f"  {name:17}{about}" for name, about in catalogue.KINDS.items() if name not in ("limit", "plain")]
     lines += [f"  @MB, as in ddp@4: the size of a bucket ({', '.join(catalogue.BUCKETED)})"]
     if not on_gpu:
         lines += [f"  /gloo or /shm: what it runs over ({', '.join(catalogue.MOVABLE)});"]
         lines += ["  if not said, Lockstep runs over shm and all others over gloo"]
-    return "\n".join(lines) + "\n"
+    usual = textwrap.wrap(f"by default: {', '.join(catalogue.ON_GPU if on_gpu else catalogue.ON_CPU)}", 108)
+    return "\n".join([*lines, *(f"  {line}" for line in usual)]) + "\n"
 
 
 def _add_options(parser: argparse.ArgumentParser, workers: str, workload: str, steps: int) -> None:
@@ -111,7 +113,7 @@ def _add_options(parser: argparse.ArgumentParser, workers: str, workload: str, s
         metavar="NAME",
         help="what to train, one after the other (default: %(default)s)".replace("%(default)s", workload),
     )
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="who takes part (default: everyone, as below)")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="who takes part (default: see above)")
     parser.add_argument(
         "--steps", type=int, default=steps, metavar="K", help="timed steps of each variant (default: %(default)s)"
     )

@@ -113,7 +113,7 @@ class Asynchronous:
     def _pass(self, shard: Shard, seed: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of the shard; returns its loss and what that is the mean over."""
         seeds.seed_everything(seed)
-        loss = loss_of(self.loss_fn, self.model, shard.batch, shard.size, self._world.device)
+        loss = loss_of(self.loss_fn, self.model, shard.batch, shard.size)
         loss.value.backward()
         return loss.value.detach(), torch.as_tensor(loss.weight)
 

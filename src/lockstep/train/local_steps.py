@@ -54,7 +54,7 @@ class LocalSteps:
 
     def _pass(self, place: int, shard: Shard, samples: int) -> None:
         setting = self._setting
-        loss = loss_of(setting.loss_fn, self._model, shard.batch, shard.size, setting.world.device)
+        loss = loss_of(setting.loss_fn, self._model, shard.batch, shard.size)
         self._losses[place] = loss.value.detach().reshape(())
         self._weights[place] = loss.weight
         self._is_weighed = self._is_weighed or loss.is_weighed

@@ -70,7 +70,7 @@ class Passes:
         (weighed if self._scaler is None else self._scaler.scale(weighed)).backward()
 
     def _loss(self, batch: Any, size: int) -> ShardLoss:
-        loss = loss_of(self.loss_fn, self._model, batch, size, self._world.device)
+        loss = loss_of(self.loss_fn, self._model, batch, size)
         self.is_weighed = self.is_weighed or loss.is_weighed
         return loss
 

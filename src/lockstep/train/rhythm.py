@@ -34,5 +34,7 @@ def rhythm(
     if wire is not None and not all(callable(getattr(wire, method, None)) for method in ("open", "bytes_promised")):
         raise UsageError(f"{name}(wire={wire!r}): use one of lockstep.wire, as lockstep.wire.Int8(), or None.")
     if average_state and overlap:
-        raise UsageError(f"{name}(overlap=True, average_state=True): state cannot be averaged some steps late. Use one.")
+        raise UsageError(
+            f"{name}(overlap=True, average_state=True): state cannot be averaged some steps late. Use one."
+        )
     return Rhythm(every, delay if overlap else 0, wire, bool(average_state))

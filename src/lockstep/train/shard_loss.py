@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.data import batch as batches
 from lockstep.errors import UsageError
+from lockstep.replica.data_parallel import DataParallel
 
 LossFn = Callable[[nn.Module, Any], Any]
 """Takes the model and a shard; returns the mean loss of the shard, or that and what it is the mean over."""
@@ -26,9 +27,11 @@ class ShardLoss:
     """Whether `loss_fn` gave the weight; else it is the number of samples."""
 
 
-def loss_of(loss_fn: LossFn, model: nn.Module, batch: Any, size: int, device: torch.device) -> ShardLoss:
+def loss_of(loss_fn: LossFn, model: DataParallel, batch: Any, size: int) -> ShardLoss:
     """Run `loss_fn` on a shard of `size` samples; raises UsageError if it does not return a loss."""
-    returned = loss_fn(model, batches.move(batch, device, non_blocking=True))
+    with model.world.events.copying():
+        moved = batches.move(batch, model.world.device, non_blocking=True)
+    returned = loss_fn(model, moved)
     is_weighed = isinstance(returned, tuple) and len(returned) == 2
     loss, weight = returned if is_weighed else (returned, float(size))
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(weight, int | float | Tensor):

@@ -1,0 +1,96 @@
+"""Is exposed communication what it is called? What `lockstep.watch` finds against a step with minus one without it.
+
+    python bench/exposed.py                    2 workers between network namespaces, 300 Mbit/s, gpt-10m
+    python bench/exposed.py --mbit 100 1000
+
+Steps that send (the watched ones) and steps under `no_sync` take turns, on the same model and batches. Printed for each
+speed: the difference of their medians, what the watcher calls exposed and waiting in the steps that send, the ratio of
+the two, and how far the shares of a step are from its wall time. Needs root and iproute2.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import link
+import torch
+import variants
+from models import SIZES
+from variants import Setup, Variant
+
+import lockstep
+
+
+def main() -> None:
+    """Start one worker in each namespace; a worker measures."""
+    options = _options()
+    if "RANK" in os.environ:
+        train(options)
+        return
+    with link.Link() as pair, tempfile.TemporaryDirectory() as folder:
+        environ = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29513"}
+        environ |= {"MASTER_ADDR": link.ADDRESSES[0], "GLOO_SOCKET_IFNAME": link.INTERFACE, "EXPOSED_FOLDER": folder}
+        command = [sys.executable, *sys.argv]
+        workers = [pair.start(rank, command, environ | {"RANK": str(rank)}) for rank in range(2)]
+        codes = [worker.wait() for worker in workers]
+    if any(codes):
+        raise SystemExit(f"the workers ended with {codes}.")
+
+
+def train(options: argparse.Namespace) -> None:
+    """One worker, at one speed after the other."""
+    torch.set_num_threads(1)
+    world = lockstep.join(device="cpu")
+    setup = Setup(options.model, options.batch, options.context, bf16=False)
+    fed = variants.batches(setup, world)
+    for mbit in options.mbit:
+        world.barrier()
+        link.limit(mbit * 1e6)
+        variant = Variant("lockstep", setup, world)
+        folder = Path(os.environ["EXPOSED_FOLDER"]) / f"{mbit:g}"
+        watcher = lockstep.watch(variant.model, folder, progress=False)
+        taken: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(2 * options.steps):
+            sends = number % 2 == 0
+            world.barrier()
+            begun = time.perf_counter()
+            with nullcontext() if sends else variant.model.no_sync():  # type: ignore[operator]
+                variant.step(fed[number % len(fed)])
+            taken[sends].append(1e3 * (time.perf_counter() - begun))
+        watcher.close()
+        if world.is_main:
+            _print(mbit, taken, [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()])
+
+
+def _print(mbit: float, taken: dict[bool, list[float]], steps: list[dict[str, Any]]) -> None:
+    """The first steps, in which buckets are laid out, count for nothing."""
+    difference = median(taken[True][4:]) - median(taken[False][4:])
+    mine = [step["workers"][0] for step in steps[8:] if step["workers"][0]["shares_ms"]["exposed"] > 0]
+    found = [each["shares_ms"]["exposed"] + each["shares_ms"]["waiting"] for each in mine]
+    apart = max(abs(sum(each["shares_ms"].values()) / each["wall_ms"] - 1) for each in mine)
+    print(
+        f"{mbit:g} Mbit/s: with minus without {difference:.1f} ms, exposed and waiting {median(found):.1f} ms (mean "
+        f"{mean(found):.1f}): {median(found) / difference:.3f}; shares and wall time apart by at most {100 * apart:.2f} %",
+        flush=True,
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, nargs="+", default=[300], help="speeds of the link")
+    parser.add_argument("--model", choices=SIZES, default="gpt-10m")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per worker and step (default 4)")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=16, help="of each kind (default 16)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

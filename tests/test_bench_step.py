@@ -1,0 +1,214 @@
+"""`lockstep bench step` and `lockstep bench gpu`, as far as they need no workers: what is asked, and how results read."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.bench import catalogue, contest, memory, plot, results, table, workloads
+from lockstep.bench.peer_deepspeed import configuration
+from lockstep.bench.results import Entry, Heat
+from lockstep.cli.main import main
+from lockstep.errors import UsageError
+
+NO_CUDA = "there is no CUDA device here" if not torch.cuda.is_available() else "there is no workload"
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(contest.host, "num_cores", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["step", "-n", "0"], "0 worker(s) cannot be started: give -n 1 or more"),
+        (["step", "-n", "9"], "9 workers on 2 core(s) would mostly wait for their turn"),
+        (
+            ["step", "--workload", "gpt-9t"],
+            "there is no workload 'gpt-9t' here: give --workload one or more of gpt-10m",
+        ),
+        (["step", "--workload", "gpt2-124m"], "there is no workload 'gpt2-124m' here"),
+        (["step", "--variants", "nocomm", "horse"], "there is no variant 'horse': there are nocomm"),
+        (["step", "--variants", "accelerate/gloo"], "there is no variant 'accelerate/gloo'"),
+        (["step", "--variants", "fsdp2@4"], "there is no variant 'fsdp2@4'"),
+        (["step", "--variants", "ddp/nccl"], "there is no variant 'ddp/nccl'"),
+        (["step", "--steps", "0"], "0 steps measure nothing"),
+        (["step", "--warmup", "-1"], "--warmup -1"),
+        (["step", "--batch", "0"], "--batch 0"),
+        (["step", "--json", "nowhere/a.json"], "'nowhere/a.json' cannot be written: give --json a file"),
+        (["step", "--plot", "nowhere/a.svg"], "'nowhere/a.svg' cannot be written: give --plot a file"),
+        (["gpu", "--workload", "gpt-10m"], NO_CUDA),
+    ],
+)
+def test_a_request_that_cannot_be_right_is_refused_in_one_line(words, part, capsys):
+    assert main(["bench", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert part in said.err
+    assert said.err.startswith("lockstep bench: ")
+    assert said.err.count("\n") == 1
+
+
+def test_torch_is_not_needed_to_say_what_is_wrong():
+    code = (
+        "import sys; from lockstep.cli.main import main;"
+        "print(main(['bench', 'step', '--workload', 'none']), 'torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["2", "False"]
+
+
+@pytest.mark.parametrize(("command", "usual"), [("step", catalogue.ON_CPU), ("gpu", catalogue.ON_GPU)])
+def test_help_names_every_option_workload_and_variant(command, usual, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["bench", command, "--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("-n", "--workload", "--variants", "--steps", "--json", "--plot", *usual))
+    assert all(name in said for name in catalogue.workloads(on_gpu=command == "gpu"))
+
+
+def test_what_is_asked_without_words():
+    (asked,) = contest.checked("cpu", None, ["gpt-10m"], None, 5, 1, None)
+    assert (asked.workers, asked.batch, asked.variants) == (2, 4, catalogue.ON_CPU)
+    (asked,) = contest.checked("cpu", 4, ["mlp", "mlp"], ["ddp", "nocomm", "ddp"], 5, 1, 7)
+    assert (asked.workers, asked.batch, asked.variants) == (4, 7, ("ddp", "nocomm"))
+
+
+def test_names_taken_apart():
+    assert catalogue.spelled("ddp@4/shm") == catalogue.Spelling("ddp", 4.0, "shm")
+    assert catalogue.spelled("zero3") == catalogue.Spelling("zero3", None, None)
+    for name in (*catalogue.ON_CPU, *catalogue.ON_GPU):
+        catalogue.spelled(name)
+    with pytest.raises(UsageError):
+        catalogue.spelled("")
+
+
+def test_the_limit_and_ddp_on_its_own_backend_are_compared_with():
+    assert catalogue.bases(catalogue.ON_CPU) == ["nocomm", "ddp/gloo"]
+    assert catalogue.bases(["ddp/shm", "ddp/gloo", "limit"]) == ["limit", "ddp/gloo"]
+    assert catalogue.bases(["lockstep", "zero1"]) == ["lockstep"]
+    assert catalogue.bases(["ddp"]) == ["ddp"]
+
+
+@given(st.integers(0, 12), st.integers(0, 2), st.integers(0, 14))
+def test_heats_hold_everyone_once_and_the_bases_always(num_others, num_bases, most):
+    bases = [f"base {number}" for number in range(num_bases)]
+    others = [f"other {number}" for number in range(num_others)]
+    heats = catalogue.heats([*bases, *others], bases, most)
+    assert [name for heat in heats for name in heat if name in others] == others
+    assert all(set(bases) <= set(heat) for heat in heats)
+    assert all(len(heat) <= max(most, len(bases) + 1) for heat in heats)
+
+
+@pytest.mark.parametrize("name", [name for name, workload in catalogue.WORKLOADS.items() if not workload.on_gpu])
+def test_a_workload_is_as_large_as_it_says_and_gives_a_loss(name):
+    model = workloads.build(name)
+    count = sum(param.numel() for param in model.parameters())
+    assert count == pytest.approx(catalogue.WORKLOADS[name].num_params, rel=0.05)
+    (batch,) = workloads.batches(name, 2, 0, torch.device("cpu"), count=1)
+    assert model(*batch).item() > 0
+    (other,) = workloads.batches(name, 2, 1, torch.device("cpu"), count=1)
+    assert not batch[0].equal(other[0])
+    inside = {id(param) for unit in workloads.units(model) for param in unit.parameters()}
+    assert 0 < len(inside) < len(list(model.parameters()))
+
+
+def test_memory_that_grows_and_stays():
+    kept = []
+    with memory.growth(torch.device("cpu")) as grown:
+        torch.ones(8 << 20)  # 32 MB that go away,
+        kept.append(torch.ones(4 << 20))  # and 16 that stay.
+    assert grown.peak >= grown.held >= 15e6
+    assert grown.held < 30e6
+
+
+def test_what_deepspeed_is_told():
+    assert configuration(0, 4, on_gpu=False, bf16=False)["zero_optimization"] == {"stage": 0}
+    told = configuration(2, 4, on_gpu=True, bf16=True)
+    assert told["zero_optimization"] == {"stage": 2, "contiguous_gradients": True, "overlap_comm": True}
+    assert told["torch_autocast"]["enabled"]
+
+
+def found(seconds, *, failed=(), loss=None, heats=None):
+    """Results of a contest in which each variant took `seconds[name]`."""
+    names = [*seconds, *failed, "fabric"]
+    (asked,) = contest.checked("cpu", 2, ["tiny"], names, 2, 0, None)
+    entry = {name: Entry(2_000_000, 1_000_000, (loss or {}).get(name, 1.0)) for name in seconds}
+    held = [
+        Heat({"workers": 2}, "2 of 2 rounds count", 1500, {name: seconds[name] for name in heat}, entry, {})
+        for heat in heats or [list(seconds)]
+    ]
+    missing = {**dict.fromkeys(failed, "RuntimeError: no"), "fabric": "not installed"}
+    return results.collect(asked, "2026-01-01T00:00:00+00:00", missing, held)
+
+
+SECONDS = {"nocomm": [0.1, 0.2], "lockstep": [0.1, 0.2], "ddp/gloo": [0.2, 0.4], "fsdp2": [4.0, 8.0]}
+
+
+def test_the_table():
+    said = table.lines(found(SECONDS, failed=["zero1"], loss={"lockstep": 1.2, "nocomm": 7}))
+    assert all(len(line) <= 120 for line in said)
+    rows = {line.split()[0]: line.split() for line in said if line}
+    assert rows["nocomm"][1:] == ["150.0", "110.0", "-", "190.0", "1", "0.500", "(0.500-0.500)", "2"]
+    assert rows["ddp/gloo"][-4:] == ["2.000", "(2.000-2.000)", "1", "2"]
+    assert rows["fsdp2"][-3] == "20.000"
+    assert rows["zero1"] == ["zero1", "RuntimeError:", "no"]
+    assert rows["fabric"] == ["fabric", "not", "installed"]
+    text = "\n".join(said)
+    assert "for all that communicate, but for lockstep (2.0e-01)." in text
+    assert "too few rounds" in text
+
+
+def test_several_heats_are_one_table():
+    several = found(SECONDS, heats=[["nocomm", "ddp/gloo", "lockstep"], ["nocomm", "ddp/gloo", "fsdp2"]])
+    assert [(row.variant, row.heat) for row in several.rows] == [
+        ("nocomm", 0), ("lockstep", 0), ("ddp/gloo", 0), ("fsdp2", 1),
+    ]  # fmt: skip
+    assert several.bases == ("nocomm", "ddp/gloo")
+    # Who was not in every heat cannot be compared with.
+    assert found(SECONDS, heats=[["nocomm", "lockstep"], ["ddp/gloo", "fsdp2"]]).bases == ()
+
+
+def test_the_json_has_everything():
+    written = json.loads(results.as_json([found(SECONDS, failed=["zero1"])]))
+    assert len(written) == 1
+    (tiny,) = written
+    assert tiny["workload"] == "tiny"
+    assert tiny["contest"]["workers"] == 2
+    assert tiny["heats"][0]["seconds"] == SECONDS
+    assert tiny["not_run"] == {"zero1": "RuntimeError: no", "fabric": "not installed"}
+    row = next(row for row in tiny["rows"] if row["variant"] == "ddp/gloo")
+    assert row["ratios"]["nocomm"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+
+
+def test_the_picture_parses_and_has_a_bar_for_everyone():
+    picture = plot.svg([found(SECONDS), found({"nocomm": [1.0], "zero3": [1.5]})])
+    root = ElementTree.fromstring(picture)
+    name = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{name}svg"
+    bars = [rect.get("class") for rect in root.iter(f"{name}rect") if rect.get("class") != "ground"]
+    assert bars == ["limit", "ours", "peer", "peer", "limit", "ours"]
+    assert [path.get("class") for path in root.iter(f"{name}path")].count("cut") == 1  # fsdp2 is beyond the scale.
+    texts = [text.text for text in root.iter(f"{name}text")]
+    assert "20.000 (20.000-20.000)" in texts
+    assert "ddp/gloo 2.000" in root.find(f"{name}title").text
+    width = float(root.get("width"))
+    assert all(float(rect.get("x", 0)) + float(rect.get("width")) <= width for rect in root.iter(f"{name}rect"))
+    assert ElementTree.fromstring(plot.svg([])).tag == f"{name}svg"
+
+
+@given(st.floats(1.1, 1e4))
+def test_ticks_are_few_and_within(top):
+    found = plot.ticks(top)
+    assert found[0] == 0
+    assert 2 <= len(found) <= 11
+    assert found[-1] <= top
