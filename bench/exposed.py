@@ -77,7 +77,7 @@ def _print(mbit: float, taken: dict[bool, list[float]], steps: list[dict[str, An
     apart = max(abs(sum(each["shares_ms"].values()) / each["wall_ms"] - 1) for each in mine)
     print(
         f"{mbit:g} Mbit/s: with minus without {difference:.1f} ms, exposed and waiting {median(found):.1f} ms (mean "
-        f"{mean(found):.1f}): {median(found) / difference:.3f}; shares and wall time apart by at most {100 * apart:.2f} %",
+        f"{mean(found):.1f}): {median(found) / difference:.3f}. Shares and wall time differ by {100 * apart:.2f} %.",
         flush=True,
     )
 

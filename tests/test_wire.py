@@ -1,6 +1,7 @@
 """Wires without processes: what they encode comes back within their bounds, and nothing is lost for good."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -486,6 +487,7 @@ def test_directions_come_back_after_steps_without_a_gradient():
 # Learning
 
 
+@functools.cache
 def least_squares(wire, size=4, steps=200):
     """Final loss of a linear model of 64 to 32 features, learned by `size` workers at a rate that falls to zero."""
     generator = torch.Generator().manual_seed(3)

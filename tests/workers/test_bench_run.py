@@ -8,7 +8,6 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from amount import some
 
 from lockstep.bench import catalogue
 
@@ -75,7 +74,7 @@ def peers(tmp_path, monkeypatch):
 def test_steps_are_compared_and_who_fails_is_listed(tmp_path, peers):
     (peers / "accelerate.py").write_text("raise OSError('the wheel\\nis broken')")
     (peers / "deepspeed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    names = ["nocomm", "lockstep", "accelerate", "zero3", "deepspeed1", "ddp/gloo"]
+    names = ["deepspeed1", "nocomm", "lockstep", "accelerate", "zero3", "ddp/gloo"]
     target, picture = tmp_path / "step.json", tmp_path / "step.svg"
     words = ["step", "-n", "2", "--workload", "tiny", "--steps", "2", "--warmup", "0", "--variants", *names]
     ended = subprocess.run(
@@ -84,7 +83,7 @@ def test_steps_are_compared_and_who_fails_is_listed(tmp_path, peers):
     assert ended.returncode == 0, ended
     (found,) = json.loads(target.read_text())
     assert [row["variant"] for row in found["rows"]] == ["nocomm", "lockstep", "zero3", "ddp/gloo"]
-    assert list(found["not_run"]) == ["accelerate", "deepspeed1"]
+    assert list(found["not_run"]) == ["deepspeed1", "accelerate"]
     assert found["not_run"]["accelerate"] == "OSError: the wheel"
     assert found["not_run"]["deepspeed1"].startswith("WorkerLost: worker ")
     (heat,) = found["heats"]
@@ -103,7 +102,8 @@ def test_steps_are_compared_and_who_fails_is_listed(tmp_path, peers):
     assert len(bars) == 4
 
 
-@pytest.mark.parametrize("workload", some([], [name for name, each in catalogue.WORKLOADS.items() if not each.on_gpu]))
+@pytest.mark.skipif("FULL" not in os.environ, reason="takes minutes; run it with FULL=1")
+@pytest.mark.parametrize("workload", catalogue.workloads(on_gpu=False))
 @pytest.mark.timeout(600)
 def test_every_variant_makes_steps_of_every_workload(workload, tmp_path):
     target = tmp_path / "step.json"

@@ -53,7 +53,7 @@ def train(world, name, optimizer_name, dtype, sizes):
 @pytest.mark.parametrize(
     ("name", "optimizer", "workers"),
     some(
-        [("mlp", "sgd", 2), ("cnn", "adamw", 3), ("gpt", "sgd", 3), ("gpt", "adamw", 4)],
+        [("mlp", "sgd", 2), ("cnn", "adamw", 3), ("gpt", "sgd", 4)],
         itertools.product(["mlp", "cnn", "gpt"], ["sgd", "adamw"], [2, 3, 4]),
     ),
 )

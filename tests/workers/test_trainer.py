@@ -99,7 +99,7 @@ def small_batches(world, zero, sizes):
     return losses, digest(trainer)
 
 
-@pytest.mark.parametrize(("workers", "zero"), [(3, 0), (8, 0), (3, 1), (5, 3)])
+@pytest.mark.parametrize(("workers", "zero"), some([(8, 0), (3, 1), (5, 3)], [(3, 0), (8, 0), (3, 1), (5, 3)]))
 def test_batches_with_fewer_samples_than_shards(pool, workers, zero):
     """Some workers have fewer shards than others, some have none with samples; none may hang or count."""
     sizes = [20, 3, 1, 11, 8, 2]
@@ -132,7 +132,7 @@ def weighed(world):
 
 def test_weights_of_tokens(pool):
     expected = pool.run(1, weighed)[0]
-    for workers in (2, 3, 4):
+    for workers in some((3,), (2, 3, 4)):
         for found in pool.run(workers, weighed):
             assert found[:2] == expected[:2]
     torch.manual_seed(3)
@@ -207,7 +207,7 @@ def shard_fails(world, zero, failing_shard):
     return outcomes, digest(trainer)
 
 
-@pytest.mark.parametrize(("zero", "shard"), [(0, 0), (0, 7), (2, 4)])
+@pytest.mark.parametrize(("zero", "shard"), some([(0, 7), (2, 4)], [(0, 0), (0, 7), (2, 4)]))
 def test_a_shard_that_fails_makes_the_step_void(pool, zero, shard):
     """The step happens nowhere, and training goes on with the next batch, with the same bits on any number."""
     alone, expected = pool.run(1, shard_fails, 0, shard)[0]
@@ -322,7 +322,7 @@ def metrics(world, zero, count):
 @pytest.mark.parametrize("count", [3, 61])
 def test_metrics_count_every_sample_once(pool, count):
     expected = pool.run(1, metrics, 0, count)[0]
-    for workers, zero in ((2, 0), (3, 3), (5, 0)):
+    for workers, zero in some([(3, 3), (5, 0)], [(2, 0), (3, 3), (5, 0)]):
         assert pool.run(workers, metrics, zero, count) == [expected] * workers
     torch.manual_seed(3)
     net = make("gpt", "adamw").model.eval()

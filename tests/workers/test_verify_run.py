@@ -39,9 +39,9 @@ WRONG = {
 }
 
 
-SOME = ["batch_norm", "mean_of_means", "sampler_padding", "before_sync bypass"]
-"""Causes that are found in another way each: by a run of its own, in weights, in samples, in what was called. What is
-told from a record is tried on records too, in tests/test_verify.py."""
+SOME = ["batch_norm", "sampler_padding", "before_sync bypass"]
+"""Causes that are found in another way each: by a run of its own, in samples, in what was called. All that is told from
+a record is tried on records too, in tests/test_verify.py."""
 
 
 def verify(*words):

@@ -12,7 +12,7 @@ from models import build, difference, part_of, weights_of
 import lockstep
 
 BACKENDS = ["shm", "gloo"]
-STEPS = 20
+(STEPS,) = some([8], [20])
 SIZES = [12, 7, 12, 5]
 """Of the global batches: some do not divide."""
 

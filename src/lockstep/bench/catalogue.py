@@ -90,7 +90,7 @@ WORKLOADS = {
     "recommender": Workload("8 tables of 50,000 x 32 and two small MLPs, batch 256", 12_900_000, 256, False),
     "gpt2-124m": Workload("GPT-2 of 124M, 4 x 1024 tokens", 124_000_000, 4, True, 1024),
     "gpt2-350m": Workload("GPT-2 of 350M, 4 x 1024 tokens", 355_000_000, 4, True, 1024),
-    "tiny": Workload("a few small layers: to try the command, not to measure anything", 2_000, 4, False),
+    "tiny": Workload("a few small layers: to try the command, not to measure anything", 1_260, 4, False),
 }
 
 

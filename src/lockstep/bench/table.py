@@ -53,10 +53,8 @@ def _not_run(results: Results) -> list[str]:
 
 def _closing(results: Results) -> Iterator[str]:
     gpu = results.contest.device == "cuda"
-    yield (
-        "peak MB: by how much the memory of a worker grew at most, from before the variant was made to the end of its\n"
-        f"  first steps: {'what torch had allocated on the GPU' if gpu else 'its proportional set size'}."
-    )
+    yield "peak MB: by how much a worker's memory grew at most, from before the variant was made to the end of its"
+    yield f"first steps: {'what torch has allocated on the GPU' if gpu else 'its proportional set size'}."
     yield from _losses(results)
     for number, heat in enumerate(results.heats, 1):
         yield (f"heat {number}: " if len(results.heats) > 1 else "") + heat.rounds

@@ -221,7 +221,7 @@ class Asynchronous:
         self._made = self._made_by_all = 0
 
     def close(self) -> None:
-        """See Stepper."""
+        """End the connections; called when the world is left."""
         _end(os.getpid(), self._service, self._connections)
 
 

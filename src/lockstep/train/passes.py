@@ -78,10 +78,11 @@ class Passes:
         missing = self._most - len(batch.shards) + sum(1 for shard in batch.shards[:-1] if not shard.size)
         for _ in range(missing):
             with self._model.no_sync():
-                self._idle_pass(batch)
+                self.idle_pass(batch)
             self._model.zero_grad()
 
-    def _idle_pass(self, batch: GlobalBatch) -> None:
+    def idle_pass(self, batch: GlobalBatch) -> None:
+        """Forward and backward of some sample, which count for nothing."""
         sample = next((shard.batch for shard in batch.shards if shard.size), batch.spare)
         self._loss(sample, 1).value.backward()
         self._shards.undo()
@@ -90,6 +91,6 @@ class Passes:
         """The last shard is empty: send what this worker has of the others."""
         if self._model.gathers:
             with self._model.sending_nothing():
-                self._idle_pass(batch)
+                self.idle_pass(batch)
         else:
             self._model.finish_without_pass()

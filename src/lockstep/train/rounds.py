@@ -224,9 +224,6 @@ class Rounds:
         for messages in self._messages:
             messages.release()
 
-    def close(self) -> None:
-        """Nothing: all ends with the world."""
-
 
 class _Common(Integrity):
     """Compares the common weights and buffers."""

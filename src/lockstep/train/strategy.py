@@ -89,9 +89,6 @@ class Stepper(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, perhaps on another number of workers."""
 
-    def close(self) -> None:
-        """No more steps will be made."""
-
 
 @runtime_checkable
 class Independent(Protocol):

@@ -137,6 +137,3 @@ class Synchronous:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing was kept."""
-
-    def close(self) -> None:
-        """Nothing: all ends with the world."""

@@ -227,7 +227,7 @@ class Trainer:
         def run_passes() -> None:
             for _ in batch.shards:
                 with self.model.no_sync():
-                    stepper.passes._idle_pass(batch)
+                    stepper.passes.idle_pass(batch)
                 self.model.zero_grad()
 
         with Generators(self.seed), torch.random.fork_rng():
