@@ -132,8 +132,8 @@ def test_memory_that_grows_and_stays():
 
 
 def test_what_deepspeed_is_told():
-    assert configuration(0, 4, on_gpu=False, bf16=False)["zero_optimization"] == {"stage": 0}
-    told = configuration(2, 4, on_gpu=True, bf16=True)
+    assert configuration(0, 4, bf16=False)["zero_optimization"] == {"stage": 0}
+    told = configuration(2, 4, bf16=True)
     assert told["zero_optimization"] == {"stage": 2, "contiguous_gradients": True, "overlap_comm": True}
     assert told["torch_autocast"]["enabled"]
 

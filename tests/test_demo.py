@@ -286,8 +286,10 @@ def test_the_sample_cannot_reach_into_the_terminal():
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, tmp_path):
     """Runs the command with these findings in the place of a real run's."""
+    (tmp_path / "source.py").write_text("pass\n")
+    monkeypatch.setattr(corpus, "folder", lambda: tmp_path)  # The whole library takes a second to read.
 
     def run(found):
         def launch(fn, workers, args):

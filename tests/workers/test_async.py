@@ -1,6 +1,5 @@
 """Async: every sample once whatever the speeds, every update once at every owner, no gradient staler than the bound."""
 
-import multiprocessing
 import os
 import random
 import re
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amount import some
+from processes import fork_context
 from torch import nn
 
 import lockstep
@@ -379,8 +379,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path, staleness, victim):
     """Also the one that keeps the permits and the store."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "numpy", "lockstep"])
+    context = fork_context()
     processes = []
     for rank in range(3):
         environ = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -5,18 +5,18 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from lockstep.demo import examiner
+import lockstep
+from lockstep.demo import corpus, examiner
 from lockstep.demo.recipe import Recipe
 from lockstep.demo.training import train
 
 DEMO = [sys.executable, "-c", "import sys; from lockstep.cli.main import main; sys.exit(main())", "demo"]
 SHORT = ["--steps", "8", "--model", "tiny"]
-
-
 ENVIRON = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")}
 
 
@@ -63,7 +63,11 @@ def test_a_short_run_says_what_it_checked(short):
 
 def _train(world, steps, batch, calibrates=True):
     is_calibration = examiner.is_calibration if calibrates else lambda step, steps: False
-    with mock.patch.object(examiner, "is_calibration", is_calibration):
+    source = Path(lockstep.__file__).parent  # Since the standard library takes each worker a second to read.
+    with (
+        mock.patch.object(examiner, "is_calibration", is_calibration),
+        mock.patch.object(corpus, "folder", lambda: source),
+    ):
         return train(Recipe("tiny", steps, batch, seed=3))
 
 

@@ -57,7 +57,8 @@ def work(connection, folder, backend, zero, port, rank):
     )  # fmt: skip
     with lockstep.join(seed=0, timeout=600, backend=backend):
         connection.send(train_until_lost(make("cnn", "adamw", zero), folder))
-    os.environ.update(RANK=str(rank - (rank > VICTIM)), WORLD_SIZE=str(WORKERS - 1), MASTER_PORT=connection.recv())
+        new_port = connection.recv()  # Sent when all have said whom they lost: who left before that would be named too.
+    os.environ.update(RANK=str(rank - (rank > VICTIM)), WORLD_SIZE=str(WORKERS - 1), MASTER_PORT=new_port)
     with lockstep.join(seed=0, timeout=60, backend=backend):
         connection.send(go_on(folder))
 

@@ -3,9 +3,9 @@
 A contest is one workload, a number of workers, and the variants that take turns.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.bench import catalogue
 from lockstep.bench.catalogue import WORKLOADS
@@ -18,6 +18,8 @@ MOST_PER_GPU = 8
 """Each takes a context and buffers of NCCL's."""
 BYTES_PER_PARAM = 20
 """Of a variant that splits nothing, in float32: parameter, gradient, two of Adam's, and a bucket."""
+_GPU_FILES = ("nvidiactl", "dxg", "nvhost-ctrl", "kfd")
+"""In /dev, one of these is there if a driver is that torch may use as CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,9 @@ def room(contest: Contest, num_bytes: int) -> int:
 
 def free_bytes() -> int:
     """The memory of this machine that can be had without swapping."""
-    with open("/proc/meminfo") as lines:  # noqa: PTH123
-        kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(kilobytes) << 10
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return kilobytes << 10
 
 
 def _checked_size(device: str, workers: int | None) -> int:
@@ -106,7 +108,7 @@ def _checked_size(device: str, workers: int | None) -> int:
 
 def _num_gpus() -> int:
     """How many GPUs there are; raises UsageError if torch can use none."""
-    if not os.path.exists("/dev/nvidiactl") and not os.path.exists("/dev/dxg"):  # noqa: PTH110
+    if not any(Path("/dev", name).exists() for name in _GPU_FILES):
         raise UsageError("there is no CUDA device here: measure on the CPU, with lockstep bench step.")
     import torch  # Takes seconds: only where there seems to be a GPU.
 

@@ -1,8 +1,10 @@
 """torch's DistributedDataParallel, by itself, with its hooks, and with ZeroRedundancyOptimizer.
 
 Set up as torch's documentation advises: gradients are views of the buckets (`gradient_as_bucket_view=True`, which
-saves a copy), buckets of its default size, a fused optimizer. The hooks are torch's own. ZeroRedundancyOptimizer packs
-what it broadcasts (`parameters_as_bucket_view=True`).
+saves a copy), buckets of its default size, a fused optimizer. `static_graph` is left alone: by its documentation it
+saves time where parameters are unused, and here none is. The hooks are torch's own. ZeroRedundancyOptimizer packs what
+it broadcasts (`parameters_as_bucket_view=True`); `overlap_with_ddp` is not used, since it takes a functional optimizer
+in the place of the fused one.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """DeepSpeed, ZeRO stages 0 to 3.
 
 Set up as its documentation has it: `deepspeed.initialize` with a configuration of the stage, gradients copied to one
-buffer as they come (`contiguous_gradients`), reduced beside the backward pass (`overlap_comm`, where there are streams:
-on GPUs), and torch's AdamW, fused, as the client's optimizer; then `engine.backward(loss)` and `engine.step()`.
-Everything else is its default. On the CPU DS_ACCELERATOR=cpu, over gloo, with the shared memory operations that it
-builds for itself; on GPUs its `torch_autocast` in bfloat16 instead of ours.
+buffer as they come (`contiguous_gradients`) and reduced beside the backward pass (`overlap_comm`), and torch's AdamW,
+fused, as the client's optimizer; then `engine.backward(loss)` and `engine.step()`. Everything else is its default. On
+GPUs its `torch_autocast` in bfloat16 takes the place of ours. On the CPU DS_ACCELERATOR=cpu, over gloo: what it builds
+for shared memory there is for inference, and training does not use it.
 """
 
 import importlib
@@ -47,15 +47,15 @@ def driven(setting: Setting) -> Variant:
     engine, *_ = deepspeed.initialize(
         model=setting.module,
         optimizer=adamw(setting.module),
-        config=configuration(int(setting.kind[-1]), setting.batch, on_gpu, setting.bf16),
+        config=configuration(int(setting.kind[-1]), setting.batch, setting.bf16),
         dist_init_required=False,
     )
     return Driven(setting, engine)
 
 
-def configuration(stage: int, batch: int, on_gpu: bool, bf16: bool) -> dict[str, Any]:
+def configuration(stage: int, batch: int, bf16: bool) -> dict[str, Any]:
     """What DeepSpeed is told."""
-    zero = {"stage": stage, "contiguous_gradients": True, "overlap_comm": on_gpu} if stage else {"stage": 0}
+    zero = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True} if stage else {"stage": 0}
     told: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,

@@ -8,6 +8,8 @@ Set up as its documentation has it: `Fabric(strategy=...)`, `fabric.launch()`, `
 import importlib
 from typing import Any
 
+import torch
+
 from lockstep.bench.variant import Setting, Variant, adamw
 from lockstep.bench.workloads import Batch
 
@@ -36,10 +38,13 @@ def woven(setting: Setting) -> Variant:
     strategy = strategies.DDPStrategy(
         cluster_environment=environments.TorchElasticEnvironment(), gradient_as_bucket_view=True
     )
-    on_gpu = setting.device.type == "cuda"
+    size = setting.world.size
+    # Workers that share a GPU say to be different hosts, each with all the GPUs there are.
+    devices = min(size, torch.cuda.device_count()) if setting.device.type == "cuda" else size
     fabric = importlib.import_module("lightning_fabric").Fabric(
-        accelerator="cuda" if on_gpu else "cpu",
-        devices=[setting.device.index or 0] if on_gpu else setting.world.size,
+        accelerator=setting.device.type,
+        devices=devices,
+        num_nodes=size // devices,
         strategy=strategy,
         precision="bf16-mixed" if setting.bf16 else "32-true",
     )

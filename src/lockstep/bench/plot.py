@@ -7,10 +7,10 @@ from html import escape
 from lockstep.bench import catalogue
 from lockstep.bench.results import Results, Row
 
-WIDTH = 760
+WIDTH = 800
 LEFT = 140
 """Room for the names."""
-RIGHT = 150
+RIGHT = 184
 """Room for the numbers."""
 ROW = 26
 HEAD = 58
@@ -23,7 +23,7 @@ text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,"Liberation Sans",sans-
 .grid{stroke:#e3e3de}.one{stroke:#5a5f68;stroke-dasharray:4 3}.span{stroke:#1b1d21;stroke-width:1.6}
 .ours{fill:#0072b2}.peer{fill:#c98a00}.limit{fill:#8b9098}.cut{fill:#ffffff}
 @media(prefers-color-scheme:dark){text{fill:#eceef1}.ground,.cut{fill:#1b1e23}.soft{fill:#a3a9b3}
-.grid{stroke:#31353c}.one{stroke:#a3a9b3}.span{stroke:#eceef1}.ours{fill:#56b4e9}.peer{fill:#e69f00}}
+.grid{stroke:#31353c}.one{stroke:#a3a9b3}.span{stroke:#eceef1}.ours{fill:#1877b8}.peer{fill:#a87400}}
 """.strip()
 
 

@@ -117,12 +117,22 @@ def first_line(error: BaseException) -> str:
 def _join(asked: Contest) -> lockstep.World:
     """The world over torch's own backend, since peers use the default group; Lockstep's kinds get others."""
     if asked.device == "cuda":
-        os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-        if asked.workers > torch.cuda.device_count():
-            os.environ["NCCL_HOSTID"] = os.environ["RANK"]  # NCCL refuses two ranks of one host on one GPU.
-        return lockstep.join(device="cuda", timeout=TIMEOUT)
+        return _join_on_gpus(asked.workers)
     torch.set_num_threads(_num_threads(asked))
     return lockstep.join(device="cpu", backend="gloo", timeout=TIMEOUT)
+
+
+def _join_on_gpus(workers: int) -> lockstep.World:
+    """Several workers of one GPU say to be different hosts: NCCL refuses them otherwise."""
+    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    count = torch.cuda.device_count()
+    if workers <= count:
+        return lockstep.join(device="cuda", timeout=TIMEOUT)
+    os.environ["NCCL_HOSTID"] = os.environ["RANK"]
+    world = lockstep.join(device="cuda", timeout=TIMEOUT)
+    # Peers take these for the number of their GPU. On one worker only that would be wrong, and the others would wait.
+    os.environ.update(LOCAL_RANK=str(world.device.index or 0), LOCAL_WORLD_SIZE=str(count))
+    return world
 
 
 def _num_threads(asked: Contest) -> int:

@@ -8,8 +8,8 @@ from lockstep.bench.results import Results, Row
 
 ENOUGH_ROUNDS = 6
 """With fewer, a bootstrap interval of the median says too little."""
-SAME_LOSS = 1e-4
-"""Losses that differ by less, relatively, are called the same."""
+SAME_LOSS = {False: 1e-4, True: 1e-3}
+"""Losses that differ by less, relatively, are called the same; in float32, and in bfloat16."""
 
 
 def lines(results: Results) -> list[str]:
@@ -71,7 +71,8 @@ def _losses(results: Results) -> Iterator[str]:
     base = next((row for row in together if row.variant in results.bases), None)
     if base is None or len(together) < 2 or results.contest.workers < 2:
         return
+    same = SAME_LOSS[results.contest.is_bf16]
     apart = {row.variant: abs(row.entry.loss / base.entry.loss - 1) for row in together}
-    others = [f"{name} ({distance:.1e})" for name, distance in apart.items() if not distance < SAME_LOSS]
+    others = [f"{name} ({distance:.1e})" for name, distance in apart.items() if not distance < same]
     but = f", but for {', '.join(others)}" if others else ""
-    yield f"Loss after the first steps: as {base.variant}'s within {SAME_LOSS:.0e} for all that communicate{but}."
+    yield f"Loss after the first steps: as {base.variant}'s within {same:.0e} for all that communicate{but}."
