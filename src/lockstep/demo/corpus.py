@@ -1,5 +1,6 @@
 """The bytes to learn: the source code of Python's standard library, which everyone who can run this has."""
 
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,9 +45,11 @@ def read(root: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    for file in sorted(root.rglob("*.py")):
-        if _SKIPPED.isdisjoint(file.relative_to(root).parts):
-            yield file
+    found = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _SKIPPED]  # Not even looked into: site-packages are many.
+        found.extend(Path(folder, name) for name in names if name.endswith(".py") and name not in _SKIPPED)
+    yield from sorted(found)
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
