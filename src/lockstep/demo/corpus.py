@@ -45,7 +45,7 @@ def read(root: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    found = []
+    found: list[Path] = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in _SKIPPED]  # Not even looked into: site-packages are many.
         found.extend(Path(folder, name) for name in names if name.endswith(".py") and name not in _SKIPPED)
