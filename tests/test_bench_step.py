@@ -138,10 +138,10 @@ def test_what_deepspeed_is_told():
     assert told["torch_autocast"]["enabled"]
 
 
-def found(seconds, *, failed=(), loss=None, heats=None):
+def found(seconds, *, failed=(), loss=None, heats=None, steps=2):
     """Results of a contest in which each variant took `seconds[name]`."""
     names = [*seconds, *failed, "fabric"]
-    (asked,) = contest.checked("cpu", 2, ["tiny"], names, 2, 0, None)
+    (asked,) = contest.checked("cpu", 2, ["tiny"], names, steps, 0, None)
     entry = {name: Entry(2_000_000, 1_000_000, (loss or {}).get(name, 1.0)) for name in seconds}
     held = [
         Heat({"workers": 2}, "2 of 2 rounds count", 1500, {name: seconds[name] for name in heat}, entry, {})
@@ -165,7 +165,13 @@ def test_the_table():
     assert rows["fabric"] == ["fabric", "not", "installed"]
     text = "\n".join(said)
     assert "for all that communicate, but for lockstep (2.0e-01)." in text
-    assert "too few rounds" in text
+    assert "too few quiet rounds" in text
+
+
+@pytest.mark.parametrize(("steps", "kept", "warns"), [(24, 6, True), (24, 11, True), (24, 12, False), (8, 5, True)])
+def test_a_disturbed_run_says_so(steps, kept, warns):
+    few = found({"nocomm": [1.0] * kept, "lockstep": [1.0] * kept}, steps=steps)
+    assert ("too few quiet rounds" in "\n".join(table.lines(few))) == warns
 
 
 def test_several_heats_are_one_table():

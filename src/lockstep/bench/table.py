@@ -56,10 +56,12 @@ def _closing(results: Results) -> Iterator[str]:
     yield "peak MB: by how much a worker's memory grew at most, from before the variant was made to the end of its"
     yield f"first steps: {'what torch has allocated on the GPU' if gpu else 'its proportional set size'}."
     yield from _losses(results)
+    # Where fewer than half were quiet, some of those that count may have been disturbed too.
+    enough = max(ENOUGH_ROUNDS, results.contest.steps / 2)
     for number, heat in enumerate(results.heats, 1):
         yield (f"heat {number}: " if len(results.heats) > 1 else "") + heat.rounds
-    if any(len(times) < ENOUGH_ROUNDS for heat in results.heats for times in heat.seconds.values()):
-        yield "That is too few rounds to rely on the intervals: give more --steps, or a quieter machine."
+    if any(len(times) < enough for heat in results.heats for times in heat.seconds.values()):
+        yield "That is too few quiet rounds to rely on any ratio: give more --steps, or a quieter machine."
     facts = {**(results.heats[0].machine if results.heats else {}), **results.versions, "date": results.date}
     facts.pop("backend", None)  # Each variant has its own.
     yield ", ".join(f"{name}: {fact}" for name, fact in facts.items())
