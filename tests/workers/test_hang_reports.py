@@ -24,8 +24,8 @@ FAULTS = ["stopped", "looping", "frozen", "branched", "apart", "serving"]
 EVERYWHERE = [(fault, backend) for fault in FAULTS for backend in ("shm", "gloo")]
 SELECTION = [
     ("stopped", "gloo"), ("looping", "shm"), ("frozen", "gloo"), ("branched", "shm"), ("apart", "gloo"),
-    ("serving", "gloo"),
 ]  # fmt: skip
+"""Not `serving`: its workers end at their deadline, which must leave time to start eighteen processes on two cores."""
 
 
 def train(environ, folder, backend, fault, victim):
@@ -38,7 +38,7 @@ def train(environ, folder, backend, fault, victim):
     os.environ.update(environ)
     os.dup2(os.open(folder / f"words-{environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
-    world = lockstep.join(timeout=8 if fault == "serving" else 40, backend=backend)
+    world = lockstep.join(timeout=20 if fault == "serving" else 40, backend=backend)
     net = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
     model = lockstep.DataParallel(net, bucket_cap_mb=0.1)
     hangs = Hangs(world, model, folder, timedelta(seconds=DEADLINE_S))

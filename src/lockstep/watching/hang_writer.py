@@ -33,16 +33,18 @@ class Writer:
         faulthandler.dump_traceback_later(seconds, repeat=True, file=self._stacks or sys.__stderr__ or 2)
 
     def stack(self, state: State) -> None:
-        """What every thread of this worker does, to its file, and to stderr where that is new."""
+        """What every thread of this worker does, to its file; to stderr, where it is new, what the main thread does."""
         stack = hang_stack.dump()
         waits = f"waiting {state.waits_s:.1f} s ({state.waits})" if state.waits else "not waiting for others"
-        text = f"lockstep: worker {state.rank} at {time.strftime('%H:%M:%S')}, step {state.step}, {waits}:\n{stack}"
+        head = f"lockstep: worker {state.rank} at {time.strftime('%H:%M:%S')}, step {state.step}, {waits}:\n"
+        shown = stack
         if self._stacks is not None:
+            shown = stack.partition("\nthread ")[0]
             with contextlib.suppress(OSError):
-                self._stacks.write(text.encode() + b"\n")
-        if stack != self._printed:
-            self._printed = stack
-            _print(text.rstrip())
+                self._stacks.write(f"{head}{stack}\n".encode())
+        if shown != self._printed:
+            self._printed = shown
+            _print(f"{head}{shown}".rstrip())
 
     def report(self, report: Report) -> None:
         """The report, for all workers."""
