@@ -29,8 +29,8 @@ class Sign(ChunkWire):
     Exactness: a single step has the direction of the gradient at best. `feedback` is the share of the error that is
     added to the next gradient, out and back: with 1 the steps add up to the right sum, which SGD needs; Adam, which
     looks at signs itself, learns better with little of it (docs/benchmarks.md: a final loss 3 % above that of `Full`
-    with 0.3, 15 % with 1, both after 100 plain steps). Blocks that are zero stay zero; a single zero does not. A value that is not
-    finite, or a block whose absolute values have no finite sum, makes the block NaN everywhere.
+    with 0.3, 15 % with 1, both after 100 plain steps). Blocks that are zero stay zero; a single zero does not. A value
+    that is not finite, or a block whose absolute values have no finite sum, makes the block NaN everywhere.
     """
 
     block: int = 256
