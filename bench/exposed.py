@@ -11,7 +11,6 @@ the two, and how far the shares of a step are from its wall time. Needs root and
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -35,13 +34,7 @@ def main() -> None:
         train(options)
         return
     with link.Link() as pair, tempfile.TemporaryDirectory() as folder:
-        environ = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29513"}
-        environ |= {"MASTER_ADDR": link.ADDRESSES[0], "GLOO_SOCKET_IFNAME": link.INTERFACE, "EXPOSED_FOLDER": folder}
-        command = [sys.executable, *sys.argv]
-        workers = [pair.start(rank, command, environ | {"RANK": str(rank)}) for rank in range(2)]
-        codes = [worker.wait() for worker in workers]
-    if any(codes):
-        raise SystemExit(f"the workers ended with {codes}.")
+        pair.run_here(EXPOSED_FOLDER=folder)
 
 
 def train(options: argparse.Namespace) -> None:

@@ -10,6 +10,8 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
@@ -47,6 +49,25 @@ class Link:
         """Start `command` in the namespace of `side` (0 or 1)."""
         return subprocess.Popen(["ip", "netns", "exec", self._names[side], *command], env=environ)
 
+    def run_here(self, **more: str) -> None:
+        """Run this very script once more on each side, as the two workers of a world; raises SystemExit if one fails.
+
+        `more` goes into their environment.
+        """
+        environ = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
+        environ |= {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", **more}
+        environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # The namespaces have no name service, of which torch would warn.
+        command = [sys.executable, *sys.argv]
+        workers = [self.start(rank, command, environ | {"RANK": str(rank)}) for rank in range(2)]
+        try:
+            has_failed = _await(workers)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        if has_failed:
+            raise SystemExit(1)
+
     def _connect(self) -> None:
         first, second = self._names
         for name in self._names:
@@ -70,12 +91,21 @@ def limit(bits_per_second: float) -> None:
     _run("tc", "qdisc", "replace", "dev", INTERFACE, "root", *shape)
 
 
+def _await(workers: list["subprocess.Popen[bytes]"]) -> bool:
+    """Wait until all have ended well or one has not; returns whether one has not."""
+    while any(worker.poll() is None for worker in workers):
+        if any(worker.returncode for worker in workers):
+            return True
+        time.sleep(0.1)
+    return any(worker.returncode for worker in workers)
+
+
 def _require_tools() -> None:
     if os.geteuid() != 0:
-        raise SystemExit("overlap.py makes network namespaces, which only root may: run it as root.")
+        raise SystemExit("this makes network namespaces, which only root may: run it as root.")
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise SystemExit(f"overlap.py needs `{tool}`, which is not on the PATH. It comes with iproute2.")
+            raise SystemExit(f"this needs `{tool}`, which is not on the PATH. It comes with iproute2.")
 
 
 def _sweep() -> None:

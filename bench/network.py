@@ -36,13 +36,7 @@ def main() -> None:
         train(options)
         return
     with link.Link() as pair:
-        environ = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29512"}
-        environ |= {"MASTER_ADDR": link.ADDRESSES[0], "GLOO_SOCKET_IFNAME": link.INTERFACE}
-        command = [sys.executable, *sys.argv]
-        workers = [pair.start(rank, command, environ | {"RANK": str(rank)}) for rank in range(2)]
-        codes = [worker.wait() for worker in workers]
-    if any(codes):
-        raise SystemExit(f"the workers ended with {codes}.")
+        pair.run_here()
 
 
 def train(options: argparse.Namespace) -> None:

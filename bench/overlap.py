@@ -22,8 +22,6 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,6 @@ from lockstep.bench import interleave, machine
 from lockstep.bench.interleave import Estimate, Times
 from lockstep.events import Event, Kind
 
-WORKERS = 2
 ENOUGH_HIDDEN = 0.6
 
 
@@ -52,39 +49,7 @@ def main() -> None:
         work(options)
         return
     with link.Link() as pair:
-        workers = [pair.start(rank, [sys.executable, *sys.argv], _environ(rank)) for rank in range(WORKERS)]
-        try:
-            failed = _await(workers)
-        finally:
-            _end(workers)
-    raise SystemExit(1 if failed else 0)
-
-
-def _environ(rank: int) -> dict[str, str]:
-    return os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(WORKERS),
-        "MASTER_ADDR": link.ADDRESSES[0],
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": link.INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # The namespaces have no name service, of which torch would warn.
-    }
-
-
-def _await(workers: list["subprocess.Popen[bytes]"]) -> bool:
-    """Wait until all have ended well or one has not; returns whether one has not."""
-    while any(worker.poll() is None for worker in workers):
-        if any(worker.returncode for worker in workers):
-            return True
-        time.sleep(0.1)
-    return any(worker.returncode for worker in workers)
-
-
-def _end(workers: list["subprocess.Popen[bytes]"]) -> None:
-    for worker in workers:
-        worker.kill()
-        worker.wait()
+        pair.run_here()
 
 
 def work(options: argparse.Namespace) -> None:

@@ -23,7 +23,6 @@ loopback sockets: slower than any network between GPUs, which is what these stra
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -59,14 +58,8 @@ def _over_a_link(options: argparse.Namespace) -> None:
     """This script once more, as a worker in each of two namespaces."""
     if options.workers != 2 or options.device != "cpu":
         raise SystemExit("--link-mbit joins two workers on the CPU.")
-    with link.Link() as joined:
-        environ = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29511"}
-        environ |= {"MASTER_ADDR": link.ADDRESSES[0], "GLOO_SOCKET_IFNAME": link.INTERFACE}
-        command = [sys.executable, *sys.argv]
-        workers = [joined.start(rank, command, environ | {"RANK": str(rank)}) for rank in range(2)]
-        codes = [worker.wait() for worker in workers]
-    if any(codes):
-        raise SystemExit(f"the workers ended with {codes}.")
+    with link.Link() as pair:
+        pair.run_here()
 
 
 def train(options: argparse.Namespace) -> str:

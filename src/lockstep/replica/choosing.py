@@ -115,7 +115,6 @@ class Choosing(Coded):
     def _choose(self, buckets: Sequence[Bucket]) -> Iterator[None]:
         """The course of choosing, one pass after the other."""
         yield
-        yield
         if not buckets:
             self._course = None
             return
