@@ -17,10 +17,10 @@ class Counting(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1000, 300))
-        self.half = nn.Parameter(torch.zeros(50, dtype=torch.bfloat16))
+        self.narrow = nn.Parameter(torch.zeros(50, dtype=torch.bfloat16))
 
     def forward(self, x):
-        return x.sum() * self.weight.sum() + 0 * self.half.sum()
+        return x.sum() * self.weight.sum() + 0 * self.narrow.sum()
 
 
 def count(staleness, optimizer):

@@ -23,6 +23,8 @@ OURS = {
     "lowrank": "as matrices of rank 2",
     "auto": 'wire="auto"',
     "auto-any": "an auto that may choose any wire",
+    "trainer": "lockstep.Trainer, one shard a worker",
+    "trainer-graph": "the same with cuda_graph=True: recorded as CUDA graphs, on a lone worker",
 }
 """Kinds of Lockstep."""
 LIMITS = {
@@ -60,8 +62,8 @@ ON_CPU = (
 )  # fmt: skip
 """What `bench step` measures if nothing else is said;"""
 ON_GPU = (
-    "nocomm", "lockstep", "zero1", "zero2", "zero3", "half", "int8", "ddp", "ddp-bf16", "fsdp2", "zero-redundancy",
-    "accelerate", "fabric", "deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3",
+    "nocomm", "lockstep", "trainer", "trainer-graph", "zero1", "zero2", "zero3", "half", "int8", "ddp", "ddp-bf16",
+    "fsdp2", "zero-redundancy", "accelerate", "fabric", "deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3",
 )  # fmt: skip
 """what `bench gpu` does."""
 

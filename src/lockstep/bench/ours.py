@@ -1,10 +1,14 @@
 """Lockstep, and the limit: what the others are compared with."""
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 import lockstep
 from lockstep import wire
 from lockstep.bench.variant import Setting, Variant, adamw
+from lockstep.bench.workloads import Batch
+from lockstep.data.shard_source import GlobalBatch, Shard
 
 WIRES: dict[str, wire.Wire | wire.Auto] = {
     "half": wire.Half("bf16"),
@@ -44,3 +48,37 @@ def split(setting: Setting) -> Variant:
         zero=int(setting.kind[-1]),
     )
     return Variant(setting, model, optimizer)
+
+
+class Trained(Variant):
+    """A step of `lockstep.Trainer`: one shard on every worker."""
+
+    def __init__(self, setting: Setting) -> None:
+        optimizer = adamw(setting.module)
+        self._world = setting.world
+        self._trainer = lockstep.Trainer(
+            setting.module,
+            optimizer,
+            self._loss_of,
+            shards=setting.world.size,
+            deterministic=False,  # As everybody else here.
+            cuda_graph=setting.kind == "trainer-graph",
+            world=setting.world,
+        )
+        super().__init__(setting, self._trainer.model, optimizer)
+
+    def _loss_of(self, model: nn.Module, shard: Any) -> Tensor:
+        with self._autocast:
+            loss: Tensor = model(*shard)
+        return loss
+
+    def step(self, batch: Batch) -> None:
+        """One full step."""
+        size = len(batch[0])
+        shard = Shard(self._world.rank, size, batch)
+        self.loss = self._trainer.step(GlobalBatch(0, 0, size * self._world.size, (shard,)))._loss
+
+
+def trained(setting: Setting) -> Variant:
+    """lockstep.Trainer."""
+    return Trained(setting)

@@ -49,6 +49,8 @@ def _group(world: lockstep.World, backend: str | None) -> dist.ProcessGroup | No
 def _maker(kind: str) -> Callable[[Setting], Variant]:
     if kind in LIMITS:
         place = ("ours", "nocomm")
+    elif kind.startswith("trainer"):
+        place = ("ours", "trained")
     elif kind in OURS:
         place = ("ours", "split" if kind.startswith("zero") else "replicated")
     elif kind.startswith("deepspeed"):

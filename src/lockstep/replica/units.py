@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from lockstep.comm.shard_tree import run
 from lockstep.replica.bucket import is_dense
 from lockstep.replica.split import UNIT_NUMEL
-
-Piece = tuple[int, Tensor]
-"""Number of the first unit, and the gradient's elements from that unit on, flat."""
+from lockstep.replica.unit_norms import Piece, UnitNorms
 
 
 class Units:
@@ -30,6 +28,7 @@ class Units:
             total += -(-_real(param).numel() // UNIT_NUMEL)
         self.total = total
         self._mine = run(total, size, rank)
+        self._norms = UnitNorms()
 
     def of_whole(self) -> list[Piece]:
         """This worker's share of the units, where every worker has all gradients."""
@@ -56,15 +55,7 @@ class Units:
 
     def norms(self, pieces: Sequence[Piece], row: Tensor) -> None:
         """Write the norm of each unit into its place of `row`."""
-        places: list[int] = []
-        units: list[Tensor] = []
-        for first, flat in pieces:
-            split = flat.split(UNIT_NUMEL)
-            places.extend(range(first, first + len(split)))
-            units.extend(split)
-        if units:
-            norms = torch.stack(torch._foreach_norm(units))
-            row[torch.tensor(places, device=row.device)] = norms.to(row.dtype)
+        self._norms.write(pieces, row)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -34,3 +34,14 @@ def require(
                     f"{name!r} is a {type(part).__name__}, whose forward pass needs all workers at once. Trainer uses "
                     "the statistics of each shard: give it the model as it was before conversion."
                 )
+
+
+def require_graph(cuda_graph: object, strategy: object) -> None:
+    """Raise UsageError for a step that cannot be recorded."""
+    if not isinstance(cuda_graph, bool):
+        raise UsageError(f"cuda_graph={cuda_graph!r}: whether to record steps as CUDA graphs, True or False.")
+    if cuda_graph and strategy is not None:
+        raise UsageError(
+            f"cuda_graph=True with strategy={strategy!r}: recorded are steps that all workers make together. Leave one "
+            "of the two out."
+        )

@@ -11,6 +11,7 @@ from lockstep.data.shard_source import GlobalBatch, Shard
 from lockstep.errors import StepVoid, WorkerLost
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.replica.shards import Shards
+from lockstep.train.recorded_passes import RecordedPasses
 from lockstep.train.report import Report
 from lockstep.train.shard_loss import LossFn, ShardLoss, loss_of
 from lockstep.train.unordered import Unordered
@@ -30,6 +31,8 @@ class Passes:
         """Of the shards that a worker has."""
         self.is_weighed = False
         """Whether `loss_fn` has ever given weights of its own."""
+        self.recorded: RecordedPasses | None = None
+        """Passes as CUDA graphs, where they are wanted."""
 
     def run(self, batch: GlobalBatch, seed: int, step: int) -> None:
         """Run this worker's shards; afterwards the optimizer's parameters have the gradients.
@@ -43,12 +46,12 @@ class Passes:
             for shard in others:
                 with self._model.no_sync():
                     if shard.size:
-                        self._pass(shard, batch.total, seeds.derive(seed, "step", step, shard.number))
+                        self._pass(shard, batch.total, seeds.derive(seed, "step", step, shard.number), is_last=False)
                         self._shards.put_away(shard.number)
                     else:
                         self._shards.skip(shard.number, is_last=False)
             if last.size:
-                self._pass(last, batch.total, seeds.derive(seed, "step", step, last.number))
+                self._pass(last, batch.total, seeds.derive(seed, "step", step, last.number), is_last=True)
             else:
                 self._shards.skip(last.number, is_last=True)
                 self._send_without_samples(batch)
@@ -59,12 +62,25 @@ class Passes:
         if self._world.size == 1:
             self._shards.finish_alone(last.number, is_empty=not last.size)
 
-    def _pass(self, shard: Shard, total: int, seed: int) -> None:
+    def _pass(self, shard: Shard, total: int, seed: int, *, is_last: bool) -> None:
         self._shards.begin()
         seeds.seed_everything(seed)
-        loss = self._loss(shard.batch, shard.size)
+        replayed = None
+        if self.recorded is not None and not self._world.events:  # Who watches wants to tell forward from backward.
+            replayed = self.recorded.run(shard.batch, shard.size, total, is_last=is_last)
+        loss = self._loss(shard.batch, shard.size) if replayed is None else replayed
         self._shards.end(shard.number, shard.size / total)
         self._report.add(shard.number, loss.value, loss.weight)
+        if replayed is None:
+            self._backward(loss, total)
+
+    def compute(self, batch: Any, size: int, total: int) -> ShardLoss:
+        """Forward and backward of a shard, and nothing else."""
+        loss = self._loss(batch, size)
+        self._backward(loss, total)
+        return loss
+
+    def _backward(self, loss: ShardLoss, total: int) -> None:
         factor = loss.weight * self._shards.scale / total
         weighed = loss.value if isinstance(factor, float) and factor == 1.0 else loss.value * factor
         (weighed if self._scaler is None else self._scaler.scale(weighed)).backward()

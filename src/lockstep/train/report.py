@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.replica.units import Piece, Units
+from lockstep.replica.unit_norms import Piece
+from lockstep.replica.units import Units
 from lockstep.world import World
 
 
@@ -30,6 +31,10 @@ class Report:
         """What this worker's `shard` gave."""
         self._losses[shard] = loss.detach().reshape(())
         self._weights[shard] = weight
+
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """`end` is about to be recorded as a CUDA graph, with these."""
+        self._units.norms(pieces, self._norms)
 
     def end(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor, Tensor]:
         """Loss over all shards, their weight, and the norm of the gradients, of which this worker has `pieces`."""

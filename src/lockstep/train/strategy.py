@@ -44,6 +44,7 @@ class Setting:
     determinism: Determinism
     check_every: int
     on_difference: str
+    cuda_graph: bool
 
     @property
     def run(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ where a wire encodes the gradients, they are added as it says instead.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,14 +21,17 @@ from lockstep.data.shard_source import GlobalBatch
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.replica.integrity import Integrity
 from lockstep.replica.shards import Shards
+from lockstep.replica.unit_norms import Piece
 from lockstep.replica.units import Units
 from lockstep.train.feed import Feed, Loading
 from lockstep.train.passes import Passes
+from lockstep.train.recorded_step import RecordedStep
+from lockstep.train.recorded_update import Rates, can_be_recorded
 from lockstep.train.report import Report
 from lockstep.train.result import StepResult
 from lockstep.train.strategy import Setting
 from lockstep.train.unordered import Unordered
-from lockstep.train.update import apply
+from lockstep.train.update import move, rate_of
 
 
 class Synchronous:
@@ -52,8 +56,21 @@ class Synchronous:
         self._integrity = Integrity(
             self.model, setting.optimizer, every=setting.check_every, policy=setting.on_difference
         )
+        self._rates: Rates | None = None
+        self._recorded: RecordedStep | None = None
+        if setting.cuda_graph and setting.world.device.type == "cuda":
+            self._record()
         if setting.scaler is not None:
             self.model.expect_overflows()
+
+    def _record(self) -> None:
+        """On several workers gradients leave during the passes, so these run as they are; bits are the same."""
+        setting = self._setting
+        if can_be_recorded(setting.optimizer):
+            self._rates = Rates(setting.optimizer, setting.world.device)
+        if setting.world.size == 1 and setting.wire is None:
+            self._recorded = RecordedStep(setting, self.passes.compute, self._rates)
+            self.passes.recorded = self._recorded.passes
 
     def feed(self, dataset: Any, loading: Loading, seed: int) -> Feed:
         """See Stepper."""
@@ -61,33 +78,58 @@ class Synchronous:
 
     def step(self, batch: GlobalBatch, seed: int, number: int) -> StepResult:
         """See Stepper; a worker whose shard fails raises its error, the others StepVoid."""
-        self._report.begin()
-        try:
-            with self._setting.determinism():
-                self.passes.run(batch, seed, number)
-        except BaseException:  # The step has not happened.
-            self.model.zero_grad()
-            self._shards.reset()
-            raise
-        return self._commit(batch, number + 1)
+        with self._recorded.on_stream() if self._recorded is not None else contextlib.nullcontext():
+            self._report.begin()
+            try:
+                with self._setting.determinism():
+                    self.passes.run(batch, seed, number)
+            except BaseException:  # The step has not happened.
+                self.model.zero_grad()
+                self._shards.reset()
+                raise
+            return self._commit(batch, number + 1)
 
     def _commit(self, batch: GlobalBatch, number: int) -> StepResult:
         """The step takes effect."""
         setting = self._setting
         if setting.scaler is not None:
             setting.scaler.unscale_(setting.optimizer)
-        parts = self.model.parts
-        pieces = self._units.of_parts(parts) if parts is not None else self._units.of_whole()
-        loss, weight, norm = self._report.end(pieces)
-        # Losses were weighed by their share of the samples; where they weigh something else, that is the total.
-        ratio = torch.where(weight == 0, 1.0, batch.total / weight)
-        norm = norm * ratio
-        self._scale(ratio, norm)
-        with self._rescaling():
-            lr = apply(setting.optimizer, setting.scaler, setting.scheduler)
+        lr = rate_of(setting.optimizer)
+        loss, weight, norm = self._update(batch.total).unbind()
+        if setting.scheduler is not None:
+            setting.scheduler.step()
         self.model.zero_grad()
         self._shards.reset()
         return StepResult(number, setting.scaler is not None, loss, norm, weight, lr)
+
+    def _update(self, total: int) -> Tensor:
+        """Update the weights; returns loss, weight and norm."""
+        body = functools.partial(self._clip_and_move, total)
+        if self._recorded is not None and self._recorded.update is not None:
+            return self._recorded.update.run(body, (total, self.passes.is_weighed), self._prepare)
+        if self._rates is None:
+            return body()
+        self._rates.refresh()
+        with self._rates.in_tensors():
+            return body()
+
+    def _prepare(self) -> None:
+        self._report.prepare(self._pieces())
+
+    def _clip_and_move(self, total: int) -> Tensor:
+        loss, weight, norm = self._report.end(self._pieces())
+        # Losses were weighed by their share of the samples; where they weigh something else, that is the total.
+        ratio = torch.where(weight == 0, 1.0, total / weight)
+        norm = norm * ratio
+        self._scale(ratio, norm)
+        with self._rescaling():
+            move(self._setting.optimizer, self._setting.scaler)
+        return torch.stack([loss, weight, norm])
+
+    def _pieces(self) -> list[Piece]:
+        """The gradients whose norms this worker computes."""
+        parts = self.model.parts
+        return self._units.of_parts(parts) if parts is not None else self._units.of_whole()
 
     @contextlib.contextmanager
     def _rescaling(self) -> Iterator[None]:
@@ -130,6 +172,8 @@ class Synchronous:
     def after_load(self) -> None:
         """See Stepper."""
         self._shards.see_buffers()
+        if self._recorded is not None:
+            self._recorded.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""

@@ -30,7 +30,7 @@ from lockstep.keep.state_dict import restore_state, whole_state
 from lockstep.keep.training import Resumed
 from lockstep.keep.training import load as load_checkpoint
 from lockstep.keep.training import save as save_checkpoint
-from lockstep.train.arguments import require
+from lockstep.train.arguments import require, require_graph
 from lockstep.train.deterministic import Determinism
 from lockstep.train.evaluation import MetricFn, evaluate
 from lockstep.train.feed import Loading, Position
@@ -68,6 +68,9 @@ class Trainer:
         and gives up the promise.
     check_every: after so many steps the replicas are compared; 0 for never. `on_difference`: "stop" raises
         ReplicaDiffers, "repair" overwrites the odd one with what the majority has.
+    cuda_graph: on a lone worker with a GPU, record forward, backward and update as CUDA graphs after a few steps, and
+        replay them: for models whose kernels are shorter than their launches (see docs/trainer.md). Changes no bit
+        between numbers of workers, but the learning rate is rounded to single precision.
     watch: whether to know where the time goes and who is slow, as `lockstep.watch` does; a folder, to have it recorded
         there. The watcher is `trainer.watcher`.
 
@@ -95,11 +98,13 @@ class Trainer:
         deterministic: bool = True,
         check_every: int = 50,
         on_difference: str = "stop",
+        cuda_graph: bool = False,
         watch: bool | str | PathLike[str] = False,
         world: World | None = None,
     ) -> None:
         self.world = world if world is not None else join()
         require(module, optimizer, loss_fn, shards, clip, threads, self.world)
+        require_graph(cuda_graph, strategy)
         self.optimizer = optimizer
         self.seed = self.world.seed if seed is None else int(seed)
         self.steps = 0
@@ -129,6 +134,7 @@ class Trainer:
             self._determinism,
             check_every,
             on_difference,
+            cuda_graph,
         )
         self._stepper = Synchronous(setting) if strategy is None else strategy.open(setting)
         self._setting = setting
