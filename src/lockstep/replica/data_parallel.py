@@ -9,30 +9,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import seeds
-from lockstep.comm.backend import reduction_group
-from lockstep.comm.memory import memory_of
 from lockstep.data import batch as batches
-from lockstep.data import tree
 from lockstep.errors import UsageError
 from lockstep.events import Kind
-from lockstep.replica import wrapping
-from lockstep.replica.batch_norm import SyncBatchNorm
-from lockstep.replica.buffers import Buffers
-from lockstep.replica.choosing import coded_by
-from lockstep.replica.coded import Coded, require_wire
+from lockstep.replica import lone_pass, wrapping
+from lockstep.replica.assembly import Asked, assemble
+from lockstep.replica.coded import Coded
 from lockstep.replica.companion import Companion
 from lockstep.replica.ddp_precision import DDPPrecision, reduce_in
 from lockstep.replica.hook import CommHook
-from lockstep.replica.meta import Materials, has_meta
 from lockstep.replica.moments import QuietPass, num_samples
-from lockstep.replica.placement import Whole
-from lockstep.replica.precision import Masters, Precision, cast
+from lockstep.replica.pass_edges import call_at_begin
+from lockstep.replica.precision import Precision, cast
 from lockstep.replica.reducer import Reducer
-from lockstep.replica.reduction import BucketReduction, Fast
 from lockstep.replica.shards import Shards
-from lockstep.replica.uneven import Uneven
+from lockstep.replica.uneven import Uneven, require_lone_forward
 from lockstep.replica.untraced import Untraced
-from lockstep.replica.zero import Zero, require_stage
 from lockstep.wire import Auto, Wire
 
 
@@ -64,7 +56,6 @@ class DataParallel(nn.Module):
     optimizer, zero: split what is redundant over the workers (see docs/zero.md): 1 the optimizer's state and work, 2
         the gradients as well, 3 the parameters as well. `optimizer` is re-pointed, in place, at this worker's part; the
         loop, schedulers and groups stay as they are. `param.grad` is None then: use `model.clip_grad_norm_`.
-
     precision: `lockstep.Precision(params=..., grads=..., master=...)`: compute in one dtype, reduce in another, update
         master weights in a third; with zero=1 to 3.
     wire: one of `lockstep.wire` (Half, Int8, Sign, TopK, LowRank): how gradients are encoded while they travel, for
@@ -111,68 +102,34 @@ class DataParallel(nn.Module):
         reduces: bool = True,
     ) -> None:
         super().__init__()
-        wrapping.require_module(module)
-        require_stage(zero, optimizer, precision)
-        require_wire(wire)
-        if not zero:
-            wrapping.require_memory(module)
+        asked = Asked(
+            init_sync=init_sync,
+            starts_buffers_equal=broadcast_buffers is not False,
+            keeps_buffers_equal=broadcast_buffers is not False and forward_sync_buffers is not False,
+            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            optimizer=optimizer,
+            zero=zero,
+            blocks=blocks,
+            precision=precision,
+            wire=wire,
+            shards=shards,
+            reduces=reduces,
+        )
+        asked.check(module)
         self.module = module
         self._ddp_precision = DDPPrecision(mixed_precision, module) if mixed_precision is not None else None
         self._compute_dtype = precision.params if precision is not None else None
-        self._masters: Masters | None = None
         self.world = wrapping.world_of(process_group, device_mesh)
         self.require_backward_grad_sync = True
         self._input_device = wrapping.input_device(device_ids)
-        names, params, owners = wrapping.contents(module)
-        device = next((param.device for param in params if not param.is_meta), self.world.device)
-        if self.world.size == 1 and has_meta(module):
-            Materials(module, device, self.world.seed).make_rest()
-        self._coded: Coded | None = None
-        self._reducer: Reducer | None = None
-        self._zero: Zero | None = None
+        parts = assemble(self.world, module, asked)
+        self._reducer, self._coded, self._zero, self._holding = parts.reducer, parts.coded, parts.zero, parts.holding
         self.companion: Companion | None = None
         """What a strategy keeps with this replica."""
-        if self.world.size > 1 and not reduces:
-            wrapping.start_equal(self.world, names, params, owners, with_buffers=True)
-        elif self.world.size > 1:
-            assert self.world.group is not None
-            group = reduction_group(self.world.group, device)
-            reduction: BucketReduction = Fast(group)
-            if wire is not None:
-                reduction = self._coded = coded_by(wire, self.world, group, device, names)
-            if shards is not None:
-                reduction = shards.open(self.world, group, device, params, owners) or reduction
-            if zero and optimizer is not None:
-                self._zero = Zero(
-                    self.world, group, module, params, device, optimizer, zero, blocks, precision, reduction
-                )
-            if init_sync:
-                wrapping.start_equal(self.world, names, params, owners, with_buffers=broadcast_buffers is not False)
-            keeps_buffers = broadcast_buffers is not False and forward_sync_buffers is not False
-            kept = [owner for owner in owners if not wrapping.is_equal_anyway(*owner)] if keeps_buffers else []
-            buffers = shards.buffers if shards is not None else Buffers(self.world, kept)
-            all_trained = self._zero is not None or shards is not None
-            self._reducer = Reducer(
-                self.world,
-                names,
-                params,
-                trained=list(range(len(params))) if all_trained else wrapping.trained_anywhere(self.world, params),
-                sparse_params=frozenset() if all_trained else wrapping.sparse_params(module, params),
-                buffers=buffers,
-                granularity=wrapping.granularity(self.world, device, wire, bucket_cap_mb, bucket_cap_mb_list),
-                group=group,
-                placement=self._zero.placement if self._zero else Whole(reduction, memory_of(group, device), device),
-                partials=shards.partials if shards is not None else None,
-            )
-            if self._zero is not None:
-                self._zero.take_over(params)
-            buffers.see()
-            if self._ddp_precision is not None and self._ddp_precision.reduce_dtype is not None:
-                self.register_comm_hook((self._reducer.group, self._ddp_precision.reduce_dtype), reduce_in)
-        elif precision is not None and optimizer is not None:
-            self._masters = Masters(params, optimizer, precision)
-        if self.world.size == 1 and shards is not None:
-            shards.open(self.world, None, device, params, owners)
+        reduce_dtype = self._ddp_precision.reduce_dtype if self._ddp_precision is not None else None
+        if self._reducer is not None and reduce_dtype is not None:
+            self.register_comm_hook((self._reducer.group, reduce_dtype), reduce_in)
         seeds.diverge(self.world.seed, self.world.rank)
         self.world.welcome(self)
 
@@ -187,7 +144,7 @@ class DataParallel(nn.Module):
         if not torch.is_grad_enabled():
             return self._call(inputs, kwargs)
         if reducer is None:
-            return self._call_alone(inputs, kwargs) if events else self._call(inputs, kwargs)
+            return lone_pass.tell_of(self._call, self.world, inputs, kwargs) if events else self._call(inputs, kwargs)
         if self.world.has_left:
             raise UsageError("this model was wrapped in a world that has been left. Wrap model.module anew.")
         if events:
@@ -199,17 +156,8 @@ class DataParallel(nn.Module):
         if events:
             events.emit(Kind.FORWARDED, reducer.step)
             if not self.require_backward_grad_sync:
-                _call_before_gradients(output, QuietPass(events, reducer.step))
-        _call_before_gradients(output, reducer.begin)
-        return output
-
-    def _call_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """On one worker, with somebody listening."""
-        events = self.world.events
-        events.emit(Kind.FORWARD, num_samples=num_samples(self.world, (inputs, kwargs)))
-        output = self._call(inputs, kwargs)
-        events.emit(Kind.FORWARDED)
-        _call_before_gradients(output, QuietPass(events, -1))
+                call_at_begin(output, QuietPass(events, reducer.step))
+        call_at_begin(output, reducer.begin)
         return output
 
     def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -288,36 +236,25 @@ class DataParallel(nn.Module):
         if self._reducer is not None and (self.require_backward_grad_sync or not self.gathers):
             self._reducer.abandon()
 
-    @contextlib.contextmanager
-    def whole_params(self) -> Iterator[None]:
+    def whole_params(self) -> contextlib.AbstractContextManager[None]:
         """A block in which all parameters are there to be read, whatever is split; every worker must enter it.
 
         Changes made in it are kept if all workers make the same ones. It needs memory for the whole model.
         """
-        if self._zero is not None:
-            yield from self._zero.whole_params()
-        else:
-            yield
-            if self._masters is not None:
-                self._masters.take_back()
+        return self._holding.whole_params()
 
     @property
     def parts(self) -> list[tuple[nn.Parameter, nn.Parameter, int]] | None:
         """What this worker owns where something is split: parameter, fragment, number of its first element."""
-        owner = self._zero or self._masters
-        return owner.holdings() if owner is not None else None
+        return self._holding.parts
 
     def before_load(self) -> None:
         """This worker is about to overwrite its part of the parameters; every worker calls this."""
-        if self._zero is not None:
-            self._zero.before_step()
+        self._holding.before_load()
 
     def after_load(self) -> None:
         """This worker has overwritten its part of the parameters; every worker calls this."""
-        if self._zero is not None:
-            self._zero.after_step()
-        elif self._masters is not None:
-            self._masters.publish()
+        self._holding.after_load()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # No overloads.
         """As of any module; where parameters are gathered for use (zero=3), every worker must call this."""
@@ -348,11 +285,7 @@ class DataParallel(nn.Module):
         """
         if enable:
             self._require_whole("model.join()")
-        if enable and any(isinstance(m, SyncBatchNorm | nn.SyncBatchNorm) for m in self.module.modules()):
-            raise UsageError(
-                "model.join() cannot run a model with SyncBatchNorm: its forward pass needs every worker. Give all "
-                "workers the same number of batches, as lockstep.shard does."
-            )
+            require_lone_forward(self.module)
         return Uneven(
             self.world,
             self._reducer if enable else None,
@@ -385,27 +318,12 @@ class DataParallel(nn.Module):
         foreach: bool | None = None,
     ) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the old norm."""
-        if self._zero is not None:
-            total = self._zero.total_norm(float(norm_type), error_if_nonfinite)
-            nn.utils.clip_grads_with_norm_(self._zero.owned, max_norm, total, foreach)
-            return total
-        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+        return self._holding.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of this worker's part included."""
         super().zero_grad(set_to_none)
-        for param in self._zero.owned if self._zero is not None else ():
-            if set_to_none:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.zero_()
+        self._holding.zero_grad(set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a DataParallel model cannot be copied or pickled; do that with model.module.")
-
-
-def _call_before_gradients(output: Any, begin: Callable[[], None]) -> None:
-    """Let `begin` be called when the backward pass comes to `output`, before any gradient of the model is there."""
-    for leaf in tree.leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda _grad: begin())

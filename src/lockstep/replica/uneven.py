@@ -9,12 +9,22 @@ steps become everybody's, since a worker without batches makes no updates.
 from types import TracebackType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.replica.agreement import broadcast
+from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.reducer import Reducer
 from lockstep.world import World
+
+
+def require_lone_forward(module: nn.Module) -> None:
+    """Raise UsageError if the forward pass needs all workers."""
+    if any(isinstance(m, SyncBatchNorm | nn.SyncBatchNorm) for m in module.modules()):
+        raise UsageError(
+            "model.join() cannot run a model with SyncBatchNorm: its forward pass needs every worker. Give all "
+            "workers the same number of batches, as lockstep.shard does."
+        )
 
 
 class Uneven:
@@ -38,9 +48,10 @@ class Uneven:
     def __enter__(self) -> None:
         if self._reducer is not None:
             self._first_step = self._reducer.step
-            self._reducer.is_uneven = not self._divides_by_size
-            self._reducer.stops_when_uneven = self._throws
-            self._reducer.is_joining = True
+            attendance = self._reducer.attendance
+            attendance.is_uneven = not self._divides_by_size
+            attendance.stops_when_uneven = self._throws
+            attendance.is_joining = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,7 +67,8 @@ class Uneven:
                         raise UsageError(f"worker {self._world.rank} ran out of batches before the others.")
                 self._adopt_most_trained(own_steps, reducer)
         finally:
-            reducer.is_uneven = reducer.is_joining = reducer.stops_when_uneven = False
+            attendance = reducer.attendance
+            attendance.is_uneven = attendance.is_joining = attendance.stops_when_uneven = False
 
     def _adopt_most_trained(self, own_steps: int, reducer: Reducer) -> None:
         steps = self._world.gather(own_steps)

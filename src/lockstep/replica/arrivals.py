@@ -1,0 +1,66 @@
+"""How gradients are heard of: a hook on every parameter; and what is learned from when they came, or did not."""
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence, Set
+from typing import Protocol
+
+from torch import Tensor
+
+from lockstep.replica.bucket import Bucket
+from lockstep.replica.buckets import Buckets
+from lockstep.world import World
+
+
+class Receiver(Protocol):
+    """Who is told of gradients."""
+
+    def arrive(self, index: int, param: Tensor) -> None:
+        """The gradient of parameter `index` is in `param.grad`. Called inside the backward pass."""
+
+
+class Arrivals:
+    """The hooks on the parameters of one replica."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._hooked: set[int] = set()
+
+    def report_to(self, receiver: Receiver) -> None:
+        """Tell `receiver` of the gradients of all parameters that need one by now."""
+        for index, param in enumerate(self._params):
+            if param.requires_grad and index not in self._hooked:
+                self._hooked.add(index)
+                _report(index, param, receiver)
+
+
+def _report(index: int, param: Tensor, receiver: Receiver) -> None:
+    # Weak, so that a module can be wrapped anew: the hook of a wrapper that is gone does nothing.
+    reference = weakref.ref(receiver)
+
+    def arrived(param: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive.arrive(index, param)
+
+    param.register_post_accumulate_grad_hook(arrived)
+
+
+def missing(places: Sequence[tuple[Bucket, int] | None], touched: Set[int]) -> list[int]:
+    """Parameters for which this worker has no gradient of its own: neither in a bucket nor outside, in `touched`."""
+    return [
+        index
+        for index, place in enumerate(places)
+        if index not in touched and (place is None or not place[0].has(place[1]))
+    ]
+
+
+def learn_order(world: World, buckets: Buckets, observed: Sequence[int], *, has_one_order: bool) -> None:
+    """After the first step: expect gradients in the order in which worker 0 saw them.
+
+    Where all is added in one order, those that came in portions are sent at the end of a pass from now on.
+    """
+    observed = world.broadcast(observed)
+    buckets.expect(observed)
+    in_portions = [index for index, count in Counter(observed).items() if count > 1]
+    if has_one_order and in_portions:
+        buckets.make_room_for(in_portions)
