@@ -64,6 +64,8 @@ class Event:
     """Size of the bucket, or 0."""
     num_samples: float = 0
     """With FORWARD: how many samples this worker's part of the batch has, or 0 where that is not known."""
+    spent_ns: int = 0
+    """With WAITING: nanoseconds of the backward pass in which the host filled and launched buckets."""
 
 
 Listener = Callable[[Event], None]
@@ -89,9 +91,18 @@ class Events:
 
         return unsubscribe
 
-    def emit(self, kind: Kind, step: int = -1, bucket: int = -1, num_bytes: int = 0, *, num_samples: float = 0) -> None:
+    def emit(
+        self,
+        kind: Kind,
+        step: int = -1,
+        bucket: int = -1,
+        num_bytes: int = 0,
+        *,
+        num_samples: float = 0,
+        spent_ns: int = 0,
+    ) -> None:
         """Tell every listener, in the order in which they subscribed."""
-        event = Event(kind, time.perf_counter_ns(), step, bucket, num_bytes, num_samples)
+        event = Event(kind, time.perf_counter_ns(), step, bucket, num_bytes, num_samples, spent_ns)
         for listener in self._listeners:
             listener(event)
 

@@ -15,6 +15,7 @@ the rest of that step with a note that makes the step void; the others, who wait
 using half a sum.
 """
 
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -86,6 +87,8 @@ class Reducer:
         """Parameters whose gradients were accumulated here and are in no bucket yet."""
         self._extra: set[int] = set()
         """Parameters whose gradients no bucket of this step can take."""
+        self._spent_ns = 0
+        """In filling and launching buckets, while somebody listens."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -170,6 +173,7 @@ class Reducer:
         if bucket.is_launched:
             self._extra.add(index)
             return
+        begun_ns = time.perf_counter_ns() if self._world.events else 0
         if self._vacate(bucket):
             bucket.put(slot, param, self.weighing.factor)
         else:
@@ -178,6 +182,8 @@ class Reducer:
             if self._world.events:
                 self._world.events.emit(Kind.FULL, self.step, bucket.place, bucket.num_bytes)
             self._launch_full()
+        if begun_ns:
+            self._spent_ns += time.perf_counter_ns() - begun_ns
 
     def _launch_full(self) -> None:
         """Launch, in turn, the buckets that are full; not the one that closes the step."""
@@ -229,7 +235,7 @@ class Reducer:
     def _finish(self) -> None:
         if self._world.events:
             self._traffic.tell_arrivals(self._buckets.all[: self._num_launched], self.step)
-            self._world.events.emit(Kind.WAITING, self.step)
+            self._world.events.emit(Kind.WAITING, self.step, spent_ns=self._spent_ns)
         try:
             for bucket in self._buckets.all[self._num_launched :]:
                 self._vacate(bucket)
@@ -309,6 +315,7 @@ class Reducer:
         for bucket in self._buckets.all:
             bucket.reset()
         self._num_launched = 0
+        self._spent_ns = 0
         self._has_arrived = False
         self._expects_pass = False
         self._touched.clear()

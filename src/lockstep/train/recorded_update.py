@@ -121,8 +121,10 @@ class RecordedUpdate:
         """Copy the gradients to where the recording reads them, unless they are there."""
         there, here = [], []
         for param, grad in zip(self._params, recording.grads, strict=True):
-            if grad is not None and param.grad is not grad:
-                assert param.grad is not None
+            if grad is None:
+                continue
+            assert param.grad is not None
+            if param.grad.data_ptr() != grad.data_ptr():
                 there.append(grad)
                 here.append(param.grad)
         if there:

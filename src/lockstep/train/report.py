@@ -29,8 +29,11 @@ class Report:
 
     def add(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
         """What this worker's `shard` gave."""
-        self._losses[shard] = loss.detach().reshape(())
-        self._weights[shard] = weight
+        self._losses[shard].copy_(loss.detach().reshape(()))
+        if isinstance(weight, Tensor):
+            self._weights[shard].copy_(weight)
+        else:
+            self._weights[shard].fill_(weight)  # An assignment would have the host wait for the device.
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
         """`end` is about to be recorded as a CUDA graph, with these."""

@@ -147,4 +147,4 @@ class Background:
         begin = self._stamps.read(raw.begin)
         moments = [timeline.Moment(event, self._stamps.read(stamp)) for event, stamp in raw.heard]
         noted = {name: float(value) for name, value in raw.noted.items()}
-        return timeline.record(raw.step, begin, moments, noted).to_json()
+        return timeline.record(raw.step, begin, moments, noted, raw.taken_ns).to_json()

@@ -5,6 +5,9 @@ the bucket, it waits for that worker; from then on, for the network. What is lef
 hand-out, the exchange of buffers) counts as exposed too, since a lone worker would not have it. Communication is hidden
 while a bucket that everybody has launched is on its way under this worker's backward pass: an upper bound, since an
 arrival is seen when the next bucket is launched, at the latest when the pass has ended, and on a GPU only then.
+
+On a host whose cores also move the bytes, what that takes of the backward pass is exposed as well: a worker by itself
+would not have it. It has no stretch of its own, since it is spread over the pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,6 +76,9 @@ def _worker(rank: int, begin: int, record: Record, last: Sequence[int]) -> Worke
     shares = dict.fromkeys(SHARES, 0)
     for span in spans:
         shares[span.name] += span.length
+    taken = min(record.taken, shares["backward"])
+    shares["backward"] -= taken
+    shares["exposed"] += taken
     hidden = _hidden(record, begin, last)
     return WorkerStep(rank, begin, record.wall, shares, hidden, spans, record.buckets, record)
 

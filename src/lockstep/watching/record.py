@@ -61,20 +61,21 @@ class Record:
     """In this worker's part of the batch; 0 where not known."""
     noted: dict[str, float] = field(default_factory=dict)
     """What else is known: loss, lr, grad_norm, squares of norms."""
+    taken: int = 0
+    """Of the backward passes, by communication: filling and launching buckets, and threads that moved bytes on the core
+    that computes. 0 where that is not known."""
 
     def to_json(self) -> list[Any]:
         """As it travels."""
         spans = [[each.name, each.begin, each.end] for each in self.spans]
         buckets = [[b.place, b.num_bytes, b.ready, b.launched, b.reduced] for b in self.buckets]
-        return [self.step, self.begin, self.wall, spans, buckets, self.num_samples, self.noted]
+        return [self.step, self.begin, self.wall, spans, buckets, self.num_samples, self.noted, self.taken]
 
     @classmethod
     def from_json(cls, found: list[Any]) -> "Record":
         """What `to_json` was made of."""
-        step, begin, wall, spans, buckets, num_samples, noted = found
-        return cls(
-            step, begin, wall, [Span(*each) for each in spans], [Sent(*each) for each in buckets], num_samples, noted
-        )
+        step, begin, wall, spans, buckets, *rest = found
+        return cls(step, begin, wall, [Span(*each) for each in spans], [Sent(*each) for each in buckets], *rest)
 
     def time_in(self, names: Mapping[str, Any] | set[str]) -> int:
         """Nanoseconds spent on things of these names."""

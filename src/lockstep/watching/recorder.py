@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.events import Event, Events, Kind
+from lockstep.watching.contention import Contention
 from lockstep.watching.stamps import Stamp, Stamps
 
 _MOST_CLOSED = 10_000
@@ -32,13 +33,21 @@ class Raw:
     heard: list[tuple[Event, Stamp]] = field(default_factory=list)
     noted: dict[str, float | Tensor] = field(default_factory=dict)
     """What was logged: read, on a GPU, only when its turn has come."""
+    taken_ns: int = 0
+    """What communication took of the backward passes."""
 
 
 class Recorder:
     """The steps of this worker, as they are heard."""
 
-    def __init__(self, events: Events, stamps: Stamps, at_end: Callable[[Raw], None]) -> None:
+    def __init__(
+        self, events: Events, stamps: Stamps, at_end: Callable[[Raw], None], contention: Contention | None
+    ) -> None:
         self._events, self._stamps = events, stamps
+        self._contention = contention
+        """What measures how the host's threads get into each other's way, where backward passes run on the host."""
+        self._backward_ns = 0
+        """When the backward pass began that sends."""
         self._at_end = at_end
         """Called with every step that has just ended, in the training thread."""
         self._closed: collections.deque[Raw] = collections.deque(maxlen=_MOST_CLOSED)
@@ -60,6 +69,8 @@ class Recorder:
         for end in self._ends:
             end()
         self._ends.clear()
+        if self._contention is not None:
+            self._contention.close()
 
     def take(self, *, all_of_them: bool = False) -> list[Raw]:
         """Steps that have ended since the last call. The newest is kept back, since something may be noted about it."""
@@ -85,10 +96,23 @@ class Recorder:
         if self._raw is None:
             self._raw = Raw(self.steps + 1, stamp)
         self._raw.heard.append((event, stamp))
+        if self._contention is not None:
+            self._see_backward(event, self._contention)
         if event.kind is Kind.SYNCED or event.kind is Kind.ENDED:
             self._has_passed = True
         elif event.kind is Kind.UPDATED and self._has_passed:
             self._close_step(stamp)
+
+    def _see_backward(self, event: Event, contention: Contention) -> None:
+        if event.kind is Kind.BACKWARD:
+            self._backward_ns = event.time_ns
+            contention.begin()
+        elif event.kind is Kind.WAITING:
+            assert self._raw is not None
+            lasted = max(1, event.time_ns - self._backward_ns)
+            stolen = contention.end()
+            # Threads get into the way of filling buckets as they do of the rest: not to be counted twice.
+            self._raw.taken_ns += event.spent_ns + int(stolen * max(0.0, 1 - event.spent_ns / lasted))
 
     def _close_step(self, stamp: Stamp) -> None:
         raw = self._raw

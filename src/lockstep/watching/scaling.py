@@ -2,9 +2,7 @@
 
 Efficiency is T_1 / T_N, for the same work per worker. T_N is a step's time. T_1, the time of a step of one worker by
 itself, is measured in the same run: what a worker's step takes without exposed communication and waiting (data, copy,
-forward, backward, optimizer, other), the median over workers and the last 20 steps. What communication takes from a
-backward pass that runs beside it is in that, so that this T_1 is too long, and the efficiency somewhat too good, by
-that much: on a host whose cores also move the bytes, a few per cent.
+forward, backward, optimizer, other), the median over workers and the last 20 steps.
 
 A loop of the user's own cannot be run twice to know better. `Trainer` can: before its first step it runs that batch's
 passes without communication a few times (see calibration.py), and these times take the place of forward and backward.

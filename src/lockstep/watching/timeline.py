@@ -40,11 +40,11 @@ class Moment:
     time: int
 
 
-def record(step: int, begin: int, moments: Sequence[Moment], noted: dict[str, float]) -> Record:
+def record(step: int, begin: int, moments: Sequence[Moment], noted: dict[str, float], taken: int = 0) -> Record:
     """The record of a step that ran from `begin` to the last of `moments`."""
     end = moments[-1].time if moments else begin
     samples = sum(moment.event.num_samples for moment in moments)
-    return Record(step, begin, end - begin, _spans(begin, moments), _buckets(begin, moments), samples, noted)
+    return Record(step, begin, end - begin, _spans(begin, moments), _buckets(begin, moments), samples, noted, taken)
 
 
 def _spans(begin: int, moments: Sequence[Moment]) -> list[Span]:

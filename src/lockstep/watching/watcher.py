@@ -23,6 +23,7 @@ from lockstep.watching.background import Background
 from lockstep.watching.calibration import calibrated
 from lockstep.watching.clock import Clock
 from lockstep.watching.collector import Collector
+from lockstep.watching.contention import Contention
 from lockstep.watching.description import Description
 from lockstep.watching.flops import FlopCount, is_countable, peak_flops
 from lockstep.watching.hangs import DEADLINE as HANG_DEADLINE
@@ -109,7 +110,8 @@ class Watcher:
         peak = peak or _measured_peak(model)
         if self._collector is not None:
             self._collector.speed.peak_flops = peak
-        self._recorder = Recorder(world.events, stamps, self._see_end)
+        contention = Contention() if world.device.type == "cpu" else None
+        self._recorder = Recorder(world.events, stamps, self._see_end, contention)
         has_mail = world.size > 1 and world.peers.store is not None
         mail = Mail(world.peers, world.rank) if has_mail else None
         self._hangs = Hangs(current() or world, model, folder, hang_deadline) if hang_deadline else None
