@@ -109,6 +109,16 @@ def test_loading_tells_only_listeners():
     assert heard == [Kind.LOADING, Kind.LOADED] * 2
 
 
+def test_what_communication_takes_of_a_backward_pass_is_exposed():
+    plain = combine({0: record_of(a_step())}, {}).workers[0]
+    for taken, moved in ((15, 15), (1000, 40)):  # No more than the pass has.
+        record = Record.from_json(timeline.record(9, 0, a_step(), {}, taken).to_json())
+        worker = combine({0: record}, {}).workers[0]
+        assert worker.shares["backward"] == plain.shares["backward"] - moved
+        assert worker.shares["exposed"] == plain.shares["exposed"] + moved
+        assert sum(worker.shares.values()) == worker.wall
+
+
 # Who is late
 
 
