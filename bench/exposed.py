@@ -2,10 +2,11 @@
 
     python bench/exposed.py                    2 workers between network namespaces, 300 Mbit/s, gpt-10m
     python bench/exposed.py --mbit 100 1000
+    python bench/exposed.py --device cuda      2 NCCL ranks on one GPU, over loopback, gpt2-124m
 
 Steps that send (the watched ones) and steps under `no_sync` take turns, on the same model and batches. Printed for each
 speed: the difference of their medians, what the watcher calls exposed and waiting in the steps that send, the ratio of
-the two, and how far the shares of a step are from its wall time. Needs root and iproute2.
+the two, and how far the shares of a step are from its wall time. Needs root and iproute2, or a GPU.
 """
 
 import argparse
@@ -31,45 +32,68 @@ def main() -> None:
     """Start one worker in each namespace; a worker measures."""
     options = _options()
     if "RANK" in os.environ:
-        train(options)
+        train(options, os.environ["EXPOSED_FOLDER"])
         return
-    with link.Link() as pair, tempfile.TemporaryDirectory() as folder:
-        pair.run_here(EXPOSED_FOLDER=folder)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.device == "cuda":
+            lockstep.launch(train_on_gpu, workers=2, args=(options, folder))
+            return
+        with link.Link() as pair:
+            pair.run_here(EXPOSED_FOLDER=folder)
 
 
-def train(options: argparse.Namespace) -> None:
-    """One worker, at one speed after the other."""
+def train(options: argparse.Namespace, folder: str) -> None:
+    """One worker on the CPU, at one speed after the other."""
     torch.set_num_threads(1)
     world = lockstep.join(device="cpu")
-    setup = Setup(options.model, options.batch, options.context, bf16=False)
-    fed = variants.batches(setup, world)
+    setup = Setup(options.model or "gpt-10m", options.batch, options.context or 128, bf16=False)
     for mbit in options.mbit:
         world.barrier()
         link.limit(mbit * 1e6)
-        variant = Variant("lockstep", setup, world)
-        folder = Path(os.environ["EXPOSED_FOLDER"]) / f"{mbit:g}"
-        watcher = lockstep.watch(variant.model, folder, progress=False)
-        taken: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(2 * options.steps):
-            sends = number % 2 == 0
-            world.barrier()
-            begun = time.perf_counter()
-            with nullcontext() if sends else variant.model.no_sync():  # type: ignore[operator]
-                variant.step(fed[number % len(fed)])
-            taken[sends].append(1e3 * (time.perf_counter() - begun))
-        watcher.close()
-        if world.is_main:
-            _print(mbit, taken, [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()])
+        _compare(options, world, setup, Path(folder) / f"{mbit:g}", f"{mbit:g} Mbit/s")
 
 
-def _print(mbit: float, taken: dict[bool, list[float]], steps: list[dict[str, Any]]) -> None:
+def train_on_gpu(options: argparse.Namespace, folder: str) -> None:
+    """One worker of those that share a GPU."""
+    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_HOSTID=os.environ["RANK"])
+    world = lockstep.join(device="cuda")
+    setup = Setup(options.model or "gpt2-124m", options.batch, options.context or 1024, bf16=True)
+    _compare(options, world, setup, Path(folder), "loopback")
+
+
+def _compare(options: argparse.Namespace, world: lockstep.World, setup: Setup, folder: Path, where: str) -> None:
+    fed = variants.batches(setup, world)
+    variant = Variant("lockstep", setup, world)
+    watcher = lockstep.watch(variant.model, folder, progress=False)
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * options.steps):
+        sends = number % 2 == 0
+        _meet(world)
+        begun = time.perf_counter()
+        with nullcontext() if sends else variant.model.no_sync():  # type: ignore[operator]
+            variant.step(fed[number % len(fed)])
+        _meet(world)
+        taken[sends].append(1e3 * (time.perf_counter() - begun))
+    watcher.close()
+    if world.is_main:
+        _print(where, taken, [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()])
+
+
+def _meet(world: lockstep.World) -> None:
+    """All workers, and their devices, have nothing left to do."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    world.barrier()
+
+
+def _print(where: str, taken: dict[bool, list[float]], steps: list[dict[str, Any]]) -> None:
     """The first steps, in which buckets are laid out, count for nothing."""
     difference = median(taken[True][4:]) - median(taken[False][4:])
     mine = [step["workers"][0] for step in steps[8:] if step["workers"][0]["shares_ms"]["exposed"] > 0]
     found = [each["shares_ms"]["exposed"] + each["shares_ms"]["waiting"] for each in mine]
     apart = max(abs(sum(each["shares_ms"].values()) / each["wall_ms"] - 1) for each in mine)
     print(
-        f"{mbit:g} Mbit/s: with minus without {difference:.1f} ms, exposed and waiting {median(found):.1f} ms (mean "
+        f"{where}: with minus without {difference:.1f} ms, exposed and waiting {median(found):.1f} ms (mean "
         f"{mean(found):.1f}): {median(found) / difference:.3f}. Shares and wall time differ by {100 * apart:.2f} %.",
         flush=True,
     )
@@ -78,9 +102,10 @@ def _print(mbit: float, taken: dict[bool, list[float]], steps: list[dict[str, An
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="+", default=[300], help="speeds of the link")
-    parser.add_argument("--model", choices=SIZES, default="gpt-10m")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", choices=SIZES, help="default: gpt-10m, on a GPU gpt2-124m")
     parser.add_argument("--batch", type=int, default=4, help="sequences per worker and step (default 4)")
-    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--context", type=int, help="tokens per sequence (default 128, on a GPU 1024)")
     parser.add_argument("--steps", type=int, default=16, help="of each kind (default 16)")
     return parser.parse_args()
 

@@ -20,7 +20,7 @@ BUCKET_BYTES = 25 << 20
 SHARE_OF_REST = 6
 """A bucket takes at most one in so many bytes of what is left, so that a slow link is never without work for long."""
 ALL_OF_REST = 1
-"""The same where workers talk through memory: more messages hide nothing there and cost time of the same cores."""
+"""The same within a host, where more messages hide little: through memory they cost time of the same cores."""
 
 EXACT_COUNTERS = (torch.float32, torch.float64)
 """Dtypes in which sums of marks and weights over the workers lose nothing that matters."""

@@ -121,9 +121,9 @@ def granularity(
     world: World, device: torch.device, wire: object, cap_mb: float | None, cap_list: Sequence[float] | None
 ) -> Granularity:
     """What fits the way that buckets travel; the user's cap counts where there is one."""
-    talk_through_memory = device.type == "cpu" and world.peers.are_on_one_host
     is_coded = wire is not None and device.type == "cuda"
-    share = layout.ALL_OF_REST if talk_through_memory or is_coded else layout.SHARE_OF_REST
+    # Within a host a message costs more than what a smaller one would hide.
+    share = layout.ALL_OF_REST if world.peers.are_on_one_host or is_coded else layout.SHARE_OF_REST
     if cap_list:
         cap_mb = cap_list[-1]
     if cap_mb is None:
