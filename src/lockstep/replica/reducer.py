@@ -174,10 +174,10 @@ class Reducer:
             self._extra.add(index)
             return
         begun_ns = time.perf_counter_ns() if self._world.events else 0
-        if self._vacate(bucket):
-            bucket.put(slot, param, self.weighing.factor)
-        else:
+        if bucket.waits[slot] or not self._vacate(bucket):
             bucket.put_later(slot)
+        else:
+            bucket.put(slot, param, self.weighing.factor)
         if bucket.num_missing == 0:
             if self._world.events:
                 self._world.events.emit(Kind.FULL, self.step, bucket.place, bucket.num_bytes)
