@@ -110,13 +110,13 @@ class Watcher:
         peak = peak or _measured_peak(model)
         if self._collector is not None:
             self._collector.speed.peak_flops = peak
-        contention = Contention() if world.device.type == "cpu" else None
-        self._recorder = Recorder(world.events, stamps, self._see_end, contention)
+        self._contention = Contention() if world.device.type == "cpu" else None
+        self._recorder = Recorder(world.events, stamps, self._see_end, self._contention)
         has_mail = world.size > 1 and world.peers.store is not None
         mail = Mail(world.peers, world.rank) if has_mail else None
         self._hangs = Hangs(current() or world, model, folder, hang_deadline) if hang_deadline else None
         self._background = Background(
-            self._recorder, stamps, mail, self._collector, _open_probes(world, mail), self._write_run
+            self._recorder, stamps, mail, self._collector, _open_probes(world, mail), self._each_second
         )
         self._background.start()
         if self._hangs is not None:
@@ -196,8 +196,10 @@ class Watcher:
     def _see_flops(self, flops: float) -> None:
         self._flops = flops
 
-    def _write_run(self) -> None:
+    def _each_second(self) -> None:
         """In the background thread."""
+        if self._contention is not None:
+            self._contention.look()
         if self._writer is not None and self._collector is not None:
             described = self._description.to_json(self._collector.speed.single_step_ns)
             if described is not None:
