@@ -28,6 +28,8 @@ class Arrivals:
 
     def report_to(self, receiver: Receiver) -> None:
         """Tell `receiver` of the gradients of all parameters that need one by now."""
+        if len(self._hooked) == len(self._params):
+            return
         for index, param in enumerate(self._params):
             if param.requires_grad and index not in self._hooked:
                 self._hooked.add(index)
@@ -50,7 +52,7 @@ def missing(places: Sequence[tuple[Bucket, int] | None], touched: Set[int]) -> l
     return [
         index
         for index, place in enumerate(places)
-        if index not in touched and (place is None or not place[0].has(place[1]))
+        if (place is None or (place[0].num_missing and not place[0].has(place[1]))) and index not in touched
     ]
 
 

@@ -10,7 +10,7 @@ A bucket does not know in which order buckets are launched: that is the reducer'
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,22 +73,28 @@ class Bucket:
 
     def put_waiting(self, factor: Factor) -> None:
         """Move what had to wait into its slots, times `factor`."""
-        views, grads = [], []
-        for slot in self._waiting:
-            param = self.params[slot]
-            if _counts(param.grad, factor):
-                views.append(self.views[slot])
-                grads.append(_dense(param.grad))
-            else:
-                self.views[slot].zero_()
+        if not self._waiting:
+            return
+        params = [self.params[slot] for slot in self._waiting]
+        views = [self.views[slot] for slot in self._waiting]
+        grads = [param.grad for param in params]
+        for param in params:
             param.grad = None
         self._waiting.clear()
-        if views:
-            torch._foreach_copy_(views, grads)
-            if len(views) == len(self.views):
-                _scale(self.flat_grads, factor)
-            elif not _is_one(factor):
-                torch._foreach_mul_(views, factor)
+        dense = [grad for grad in grads if grad is not None and grad.layout is torch.strided]
+        if len(dense) == len(grads) and not _is(factor, 0.0):
+            self._copy_together(views, dense, factor)
+        else:
+            for view, grad in zip(views, grads, strict=True):
+                _scale_into(view, grad, factor)
+
+    @torch.no_grad()
+    def _copy_together(self, views: list[Tensor], grads: list[Tensor], factor: Factor) -> None:
+        torch._foreach_copy_(views, grads)
+        if len(views) == len(self.views):
+            _scale(self.flat_grads, factor)
+        elif not _is(factor, 1.0):
+            torch._foreach_mul_(views, factor)
 
     def put(self, slot: int, param: Tensor, factor: Factor) -> None:
         """Move `param.grad`, times `factor`, into its slot; the gradient is whole again after the step."""
@@ -188,8 +194,8 @@ def is_dense(param: Tensor) -> bool:
 
 
 def _scale_into(view: Tensor, grad: Tensor | None, factor: Factor) -> None:
-    if not _counts(grad, factor):
-        view.zero_()
+    if grad is None or _is(factor, 0.0):
+        view.zero_()  # Zero even where the gradient is not a number: a part without samples counts nothing.
     elif grad is view:
         _scale(view, factor)
     elif grad.dtype == view.dtype:
@@ -199,18 +205,13 @@ def _scale_into(view: Tensor, grad: Tensor | None, factor: Factor) -> None:
         view.copy_(_dense(grad)).mul_(factor)
 
 
-def _counts(grad: Tensor | None, factor: Factor) -> TypeGuard[Tensor]:
-    """Whether there is something to add: a part without samples counts nothing, even where it is not a number."""
-    return grad is not None and not (isinstance(factor, float) and factor == 0.0)
-
-
 def _scale(view: Tensor, factor: Factor) -> None:
-    if not _is_one(factor):
+    if not _is(factor, 1.0):
         view.mul_(factor)
 
 
-def _is_one(factor: Factor) -> bool:
-    return isinstance(factor, float) and factor == 1.0
+def _is(factor: Factor, value: float) -> bool:
+    return isinstance(factor, float) and factor == value
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ class Buckets:
         self._placement = placement
         self._memory = placement.memory
         self._order = list(order)
-        self._deferred: set[int] = set()
+        self.deferred: set[int] = set()
+        """Parameters whose gradients come in portions, so that they can only be sent at the end of a pass."""
         self._cap_bytes = cap_bytes
         self._share_of_rest = share_of_rest
         self._tail_numel = tail_numel
@@ -87,16 +88,12 @@ class Buckets:
             if param.grad is not None and self._memory.holds(param.grad):
                 param.grad = param.grad.clone()
 
-    def is_deferred(self, index: int) -> bool:
-        """Whether the parameter's gradient comes in portions, so that it can only be sent at the end of a pass."""
-        return index in self._deferred
-
     def expect(self, seen: Iterable[int]) -> None:
         """From the next pass on, expect gradients in the order in which they were seen."""
         if self._placement.is_fixed:
             return
         rank = {index: place for place, index in enumerate(dict.fromkeys(seen))}
-        order = sorted(self._order, key=lambda index: (index in self._deferred, rank.get(index, len(rank))))
+        order = sorted(self._order, key=lambda index: (index in self.deferred, rank.get(index, len(rank))))
         if order != self._order:
             self._order = order
             self.is_due = True
@@ -107,11 +104,11 @@ class Buckets:
             if self.places[index] is None:
                 self._order.append(index)
             else:
-                self._deferred.add(index)
+                self.deferred.add(index)
         if self._placement.is_fixed:
             return
         # A gradient that comes in portions is sent at the end of the pass, so it must not hold others up.
-        self._order.sort(key=lambda index: index in self._deferred)
+        self._order.sort(key=lambda index: index in self.deferred)
         self.is_due = True
 
     def temporary(self, indices: Sequence[int]) -> list[Bucket]:

@@ -87,8 +87,10 @@ class Reducer:
         """Parameters whose gradients were accumulated here and are in no bucket yet."""
         self._extra: set[int] = set()
         """Parameters whose gradients no bucket of this step can take."""
+        self._is_heard = False
+        """Whether somebody listens to this pass."""
         self._spent_ns = 0
-        """In filling and launching buckets, while somebody listens."""
+        """In filling and launching buckets, if so."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -148,7 +150,8 @@ class Reducer:
         end = PassEnd(self.finish)
         self._armed = weakref.ref(end)
         end.queue()
-        if self._world.events:
+        self._is_heard = bool(self._world.events)
+        if self._is_heard:
             self._world.events.emit(Kind.BACKWARD, self.step)
 
     def arrive(self, index: int, param: Tensor) -> None:
@@ -164,7 +167,7 @@ class Reducer:
         if self._observed is not None:
             self._observed.append(index)
         place = self._buckets.places[index]
-        if place is None or self._buckets.is_deferred(index):
+        if place is None or index in self._buckets.deferred:
             self._touched.add(index)
             if place is None and index not in self._sparse:
                 self._extra.add(index)
@@ -173,13 +176,13 @@ class Reducer:
         if bucket.is_launched:
             self._extra.add(index)
             return
-        begun_ns = time.perf_counter_ns() if self._world.events else 0
+        begun_ns = time.perf_counter_ns() if self._is_heard else 0
         if bucket.waits[slot] or not self._vacate(bucket):
             bucket.put_later(slot)
         else:
             bucket.put(slot, param, self.weighing.factor)
         if bucket.num_missing == 0:
-            if self._world.events:
+            if self._is_heard:
                 self._world.events.emit(Kind.FULL, self.step, bucket.place, bucket.num_bytes)
             self._launch_full()
         if begun_ns:
