@@ -31,7 +31,7 @@ from lockstep.comm import shm
 
 TRIAL_STEPS = 3
 """Enough for buckets that are laid out anew after the first step, and for the optimizer's state."""
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=3)
 """Of every wait: a variant that fails on one worker only is known to all after this long."""
 SEED = 0
 """Every variant starts from the same weights."""
