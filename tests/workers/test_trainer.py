@@ -280,6 +280,9 @@ def misused(world):
     refused(lambda: lockstep.Trainer(net, sgd, loss_fn, shards=2, clip=-1))
     refused(lambda: lockstep.Trainer(net, sgd, loss_fn, shards=2, threads=0))
     refused(lambda: lockstep.Trainer(lockstep.SyncBatchNorm(3), sgd, loss_fn, shards=2))
+    refused(lambda: lockstep.Trainer(net, sgd, loss_fn, shards=2, cuda_graph="yes"))
+    alone = lockstep.LocalSGD(every=2)
+    refused(lambda: lockstep.Trainer(net, sgd, loss_fn, shards=2, cuda_graph=True, strategy=alone))
     trainer = lockstep.Trainer(net, sgd, lambda model, shard: model(shard), shards=2)
     refused(lambda: trainer.step(torch.randn(4, 12)))
     refused(lambda: trainer.batches(Samples("mlp", 8), batch_size=0))
@@ -294,7 +297,7 @@ def misused(world):
 def test_misuse_is_told(pool):
     words = [
         "torch.optim.Optimizer", "function of", "one or more shards", "at most 1 workers", "above 0", "at least one",
-        "statistics of each shard", "must return the mean loss", "at least one sample", "__getitem__",
+        "statistics of each shard", "True or False", "Leave one of the two out", "must return the mean loss", "at least one sample", "__getitem__",
         "must return a number", "shards=2", "threads=1",
     ]  # fmt: skip
     for texts in pool.run(2, misused):
