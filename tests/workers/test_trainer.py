@@ -297,8 +297,8 @@ def misused(world):
 def test_misuse_is_told(pool):
     words = [
         "torch.optim.Optimizer", "function of", "one or more shards", "at most 1 workers", "above 0", "at least one",
-        "statistics of each shard", "True or False", "Leave one of the two out", "must return the mean loss", "at least one sample", "__getitem__",
-        "must return a number", "shards=2", "threads=1",
+        "statistics of each shard", "True or False", "Leave one of the two out", "must return the mean loss",
+        "at least one sample", "__getitem__", "must return a number", "shards=2", "threads=1",
     ]  # fmt: skip
     for texts in pool.run(2, misused):
         assert all(word in text for word, text in zip(words, texts, strict=True)), texts
