@@ -24,10 +24,13 @@ def seed_everything(seed: int) -> None:
     """Seed torch (with its devices), numpy's global generator and `random`."""
     # Not by torch.manual_seed, which notes down its caller's stack for each kind of device that is not there: 0.1 to
     # 2 ms, for every shard.
-    torch.default_generator.manual_seed(seed)
     device = _device_module()
-    if device is not None and not device._is_in_bad_fork():  # As in a loader's process, which has no use for it.
-        device.manual_seed_all(seed)
+    if device is not None and not hasattr(device, "manual_seed_all"):
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+        if device is not None and not device._is_in_bad_fork():  # As in a loader's process, which has no use for it.
+            device.manual_seed_all(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)
 
@@ -36,8 +39,7 @@ def seed_everything(seed: int) -> None:
 def _device_module() -> Any:
     """torch's module for what this machine computes on besides its processor, or None."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    module = None if device is None else torch.get_device_module(device)
-    return module if hasattr(module, "manual_seed_all") else None
+    return None if device is None else torch.get_device_module(device)
 
 
 def diverge(seed: int, rank: int) -> None:

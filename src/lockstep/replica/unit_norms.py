@@ -49,7 +49,13 @@ class UnitNorms:
         spans = tuple((first, flat.numel()) for first, flat in pieces)
         if spans not in self._places:
             self._places = {spans: torch.from_numpy(_table(pieces)[2].copy()).to(device)}
-        return self._places[spans]
+        return self._kept(self._places[spans])
+
+    def _kept(self, table: Tensor) -> Tensor:
+        """`table`, for as long as a CUDA graph may read it."""
+        if table.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._recorded.append(table)
+        return table
 
     def _launch(self, dtype: torch.dtype, pieces: Sequence[Piece], row: Tensor) -> None:
         key = tuple((first, flat.data_ptr(), flat.numel()) for first, flat in pieces)
@@ -59,9 +65,7 @@ class UnitNorms:
             table = host.to(row.device, non_blocking=True)
             self._tables = {kept: other for kept, other in self._tables.items() if kept[0] != dtype}
             self._tables[dtype, key] = table
-        if torch.cuda.is_current_stream_capturing():
-            self._recorded.append(table)
-        addresses, counts, places = table
+        addresses, counts, places = self._kept(table)
         with torch.cuda.device(row.device):
             _kernel()[(len(addresses),)](addresses, counts, places, row, DTYPE=_spelled(dtype), BLOCK=BLOCK)
 

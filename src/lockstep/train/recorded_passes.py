@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.data import batch as batches
 from lockstep.data import tree
-from lockstep.errors import UsageError
+from lockstep.train.cuda_graph import MOST_KINDS, record
 from lockstep.train.shard_loss import ShardLoss
 
 WARM_UP = 3
@@ -55,6 +55,8 @@ class RecordedPasses:
         self._device, self._compute = device, compute
         self._recordings: dict[Hashable, Recording] = {}
         self._seen: Counter[Hashable] = Counter()
+        self._where: tuple[int, ...] = ()
+        """Where the parameters lie, for those recordings."""
 
     def forget(self) -> None:
         """Something that recordings depend on has been replaced."""
@@ -70,9 +72,12 @@ class RecordedPasses:
         content = _kind(batch)
         if content is None:
             return None
+        self._look_for_params()
         kind = (content, size, total, self._circumstances())
         recording = self._recordings.get(kind)
         if recording is None:
+            if len(self._seen) == MOST_KINDS:
+                self._seen.clear()
             self._seen[kind] += 1
             if self._seen[kind] <= WARM_UP or len(self._recordings) == MOST:
                 return None
@@ -85,24 +90,21 @@ class RecordedPasses:
             param.grad = grad
         return recording.loss
 
+    def _look_for_params(self) -> None:
+        """Recordings read the parameters where they were: if they lie elsewhere, none is of use."""
+        where = tuple(param.data_ptr() for param in self._params)
+        if where != self._where:
+            self.forget()
+            self._where = where
+
     def _circumstances(self) -> Hashable:
-        params = tuple((param.data_ptr(), param.requires_grad) for param in self._params)
+        trained = tuple(param.requires_grad for param in self._params)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        return params, tuple(module.training for module in self._modules), autocast
+        return trained, tuple(module.training for module in self._modules), autocast
 
     def _record(self, batch: Any, size: int, total: int) -> Recording:
         kept = _kept(batches.move(batch, self._device, non_blocking=True))
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads (those that pin memory) may go on calling CUDA meanwhile.
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                loss = self._compute(kept, size, total)
-        except RuntimeError as error:
-            raise UsageError(
-                f"these passes cannot be recorded as a CUDA graph: {str(error).splitlines()[0]} Whatever makes the "
-                "host wait for the device (.item(), a tensor printed, a branch on its value) cannot be in loss_fn or "
-                "the model then. Leave cuda_graph=True out to run them as they are."
-            ) from error
+        graph, loss = record("what loss_fn and the model do", lambda: self._compute(kept, size, total))
         grads = [param.grad for param in self._params]
         return Recording(graph, _tensors(kept), replace(loss, value=loss.value.detach()), grads)
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.train.cuda_graph import MOST_KINDS, record
+
 MOST = 4
 """Recordings to keep; updates of further kinds run as they are."""
 
@@ -94,6 +96,8 @@ class RecordedUpdate:
             return self._run_as_it_is(body)
         if kind not in self._recordings:
             if kind not in self._seen or len(self._recordings) == MOST:
+                if len(self._seen) == MOST_KINDS:
+                    self._seen.clear()
                 self._seen.add(kind)  # State that is made in a recording would be made in every replay.
                 return self._run_as_it_is(body)
             prepare()
@@ -109,12 +113,8 @@ class RecordedUpdate:
 
     def _record(self, body: Callable[[], Tensor]) -> Recording:
         grads = [param.grad for param in self._params]
-        graph = torch.cuda.CUDAGraph()
-        with (
-            self._rates.in_tensors(),
-            torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"),
-        ):
-            result = body()
+        with self._rates.in_tensors():
+            graph, result = record("the optimizer's step", body)
         return Recording(graph, grads, result)
 
     def _bring(self, recording: Recording) -> None:
