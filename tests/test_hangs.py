@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.peers import Peer
-from lockstep.watching import hang_stack
+from lockstep.watching import hang_queue, hang_stack
 from lockstep.watching.hang_post import Post
+from lockstep.watching.hang_queue import Queued
 from lockstep.watching.hang_report import Waited, report
 from lockstep.watching.hang_state import Phase, State
 from lockstep.watching.hang_verdict import Account, Kind, judge
@@ -45,7 +46,7 @@ def text_of(accounts, *, hears=True, folder=None):
 
 
 def test_a_state_survives_its_journey():
-    told = state(3, lacking=("a", "b"), phase=Phase.BACKWARD)
+    told = state(3, lacking=("a", "b"), phase=Phase.BACKWARD, queued=queue(8, "barrier"))
     assert State.unpack(told.pack()) == told
 
 
@@ -110,6 +111,62 @@ def test_the_same_line_with_fewer_calls():
     same = {"waits": "torch.distributed.all_reduce", "phase": Phase.BETWEEN, "bucket": -1}
     accounts = [account(state(0, **same)), account(state(1, **same, calls={"0/cpu": 39}))]
     assert (judge(accounts, hears=True).kind, judge(accounts, hears=True).missing) == (Kind.BEHIND, (1,))
+
+
+def queue(*whats, first=30, at="train.py:9 in main"):
+    """The last calls of a worker: names of collectives, or sizes of buckets."""
+    after = [isinstance(what, int) for what in whats]
+    return tuple(
+        Queued("0", first + place, f"all_reduce of {what} x float", "a bucket", sum(after[place + 1 :]))
+        if isinstance(what, int)
+        else Queued("0", first + place, what, at, -1)
+        for place, what in enumerate(whats)
+    )
+
+
+def test_the_first_call_that_was_not_the_same_tells_who_is_out_of_step():
+    steps = (8, 4, "barrier", 8, 4, "barrier")
+    reads = {"waits": "a read of what the device has not come to", "bucket": -1, "phase": Phase.BETWEEN}
+    right = state(0, **reads, queued=queue(*steps, 8, 4, "barrier", 8))
+    more = state(1, **reads, queued=queue(*steps, "gather", 8, 4, "barrier"))
+    verdict = judge([account(right), account(more)], hears=True)
+    assert (verdict.kind, verdict.missing) == (Kind.APART, (1,))
+    assert (
+        "out of step: as collective 36 of their group, worker 1 called gather, at train.py:9 in main; "
+        "worker 0 called all_reduce of 8 x float, at a bucket\n"
+    ) in text_of([account(right), account(more)])
+    less = state(1, **reads, queued=queue(*steps, 8, 4, 8, 4))
+    assert judge([account(right), account(less)], hears=True).missing == (1,)
+    ahead = state(1, **reads, queued=queue(*steps[2:], 8, 4, "barrier", 8, first=32))
+    assert judge([account(right), account(ahead)], hears=True).kind is Kind.TOGETHER
+
+
+def test_without_a_precedent_nobody_is_named_alone_but_a_majority_counts():
+    ways = [state(0, queued=queue("broadcast", 8)), state(1, queued=queue("broadcast", "gather"))]
+    assert judge([account(way) for way in ways], hears=True).missing == (0, 1)
+    ways.append(state(2, queued=queue("broadcast", "gather")))
+    assert judge([account(way) for way in ways], hears=True).missing == (0,)
+
+
+def test_what_torch_keeps_of_calls_is_read():
+    frames = [
+        {"filename": torch.__file__, "line": 3, "name": "all_reduce"},
+        {"filename": "t.py", "line": 7, "name": "f"},
+    ]
+    sends = [{"filename": "/x/lockstep/replica/traffic.py", "line": 40, "name": "send"}]
+    entry = {"process_group": ("0", "default_pg"), "collective_seq_id": 4, "is_p2p": False, "frames": frames}
+    sized = {"profiling_name": "nccl:all_reduce", "input_sizes": [[2, 3]], "input_dtypes": ["Float"]}
+    entries = [
+        entry | sized,
+        entry | sized | {"collective_seq_id": 5, "frames": sends},
+        entry | sized | {"is_p2p": True},
+        entry | {"profiling_name": "nccl:gather", "input_sizes": [[5]], "collective_seq_id": 6},
+    ]
+    assert hang_queue.calls(entries) == [
+        Queued("0", 4, "all_reduce of 6 x float", "t.py:7 in f", -1),
+        Queued("0", 5, "all_reduce of 6 x float", "a bucket of gradients", 0),
+        Queued("0", 6, "gather", "t.py:7 in f", -1),
+    ]
 
 
 def test_without_the_store_only_this_host_is_known():

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.replica.layout import ALIGNMENT_BYTES, EXACT_COUNTERS, ParamSpec, aligned, plan
+from lockstep.replica.layout import ALIGNMENT_BYTES, EXACT_COUNTERS, Granularity, ParamSpec, aligned, plan
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -13,7 +13,7 @@ spec_lists = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from(DTYPES)), 
 
 @given(spec_lists, st.integers(1, 5000), st.integers(1, 20000), st.integers(0, 50), st.booleans())
 def test_every_parameter_has_one_aligned_place(specs, first_cap, cap, tail, alone):
-    buckets = plan(specs, tail_numel=tail, tail_alone=alone, first_cap_bytes=first_cap, cap_bytes=cap)
+    buckets = plan(specs, tail_numel=tail, tail_alone=alone, grain=Granularity(cap, first_cap_bytes=first_cap))
     places = [(slot.index, bucket, slot) for bucket in buckets for slot in bucket.slots]
     assert sorted(index for index, _, _ in places) == [spec.index for spec in specs]
     for index, bucket, slot in places:
@@ -29,14 +29,14 @@ def test_every_parameter_has_one_aligned_place(specs, first_cap, cap, tail, alon
 
 @given(spec_lists, st.integers(1, 20000))
 def test_a_bucket_is_closed_when_it_reaches_its_cap(specs, cap):
-    for bucket in plan(specs, tail_numel=1, first_cap_bytes=min(cap, 100), cap_bytes=cap):
+    for bucket in plan(specs, tail_numel=1, grain=Granularity(cap, first_cap_bytes=100)):
         sizes = [slot.numel * bucket.dtype.itemsize for slot in bucket.slots]
         assert sum(sizes[:-1]) < cap
 
 
 @given(spec_lists, st.integers(1, 50), st.booleans())
 def test_the_last_bucket_counts_exactly(specs, tail, alone):
-    buckets = plan(specs, tail_numel=tail, tail_alone=alone, first_cap_bytes=100, cap_bytes=1000)
+    buckets = plan(specs, tail_numel=tail, tail_alone=alone, grain=Granularity(1000, first_cap_bytes=100))
     assert buckets[-1].dtype in EXACT_COUNTERS
     assert buckets[-1].tail_numel >= tail
     assert not any(bucket.tail_numel for bucket in buckets[:-1])
@@ -45,10 +45,16 @@ def test_the_last_bucket_counts_exactly(specs, tail, alone):
 
 @given(spec_lists)
 def test_buckets_leave_in_the_order_in_which_they_fill(specs):
-    last = [
-        max(slot.index for slot in bucket.slots) for bucket in plan(specs, tail_numel=1, cap_bytes=500) if bucket.slots
-    ]
+    buckets = plan(specs, tail_numel=1, grain=Granularity(500))
+    last = [max(slot.index for slot in bucket.slots) for bucket in buckets if bucket.slots]
     assert last == sorted(last)
+
+
+def test_buckets_that_grow_and_shrink_again():
+    specs = [ParamSpec(index, 250, torch.float32, CPU) for index in range(100)]
+    grain = Granularity(16_000, 2, first_cap_bytes=1000, growth=4)
+    sizes = [len(bucket.slots) for bucket in plan(specs, tail_numel=0, grain=grain)]
+    assert sizes == [1, 4, 16, 16, 16, 16, 16, 8, 4, 2, 1]
 
 
 def test_aligned():

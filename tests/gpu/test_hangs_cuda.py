@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lockstep
 
@@ -23,8 +24,6 @@ WORKERS, DEADLINE_S, MARGIN_S, VICTIM, STEP = 2, 4.0, 2.0, 1, 5
 
 
 def train(environ, folder, fault):
-    import torch.distributed as dist
-
     from lockstep.watching.hangs import Hangs
 
     os.environ.update(environ)
@@ -38,12 +37,16 @@ def train(environ, folder, fault):
     hangs.start()
     for step in range(10):
         loss = model(torch.ones(2, 200, device=world.device)).square().mean()
+        if fault == "less" and not (step == STEP and world.rank == VICTIM):
+            dist.all_reduce(total)
         if step == STEP and world.rank == VICTIM:
             fail(fault, net)
         elif step == STEP and fault == "reading":
             dist.all_reduce(total)
             read(total)
         loss.backward()
+        if fault in ("more", "less"):
+            read(loss)
     hangs.close()
 
 
@@ -54,6 +57,10 @@ def fail(fault, net):
         net[1].weight.register_hook(lambda grad: loop_without_end())
     elif fault in ("branched", "reading"):
         loop_without_end()
+    elif fault == "apart":
+        dist.barrier()
+    elif fault == "more":
+        dist.all_reduce(torch.ones(1, device="cuda"))
 
 
 def loop_without_end():
@@ -106,7 +113,7 @@ def await_report(folder, processes):
         time.sleep(0.05)
     report = json.loads(path.read_text())
     assert float(re.search(r"hangs since ([\d.]+) s", report["text"])[1]) <= DEADLINE_S + MARGIN_S
-    assert (report["missing"], report["step"]) == ([VICTIM], STEP)
+    assert (report["missing"], report["step"]) == ([VICTIM], STEP), report["text"]
     return report
 
 
@@ -132,3 +139,25 @@ def test_a_host_that_reads_what_the_device_waits_for(hang):
     report = hang("reading")
     assert re.search(r"worker 0: waiting in a read of what the device has not come to .* in read", report["text"])
     assert "in loop_without_end" in report["text"]
+
+
+def test_another_collective(hang):
+    report = hang("apart")
+    assert "in different operations" in report["text"]
+    assert re.search(r"worker 1: waiting in torch\.distributed\.barrier since .* in fail", report["text"])
+    assert report["params"] == ["3.bias"]
+
+
+def test_one_collective_more(hang):
+    report = hang("more")
+    assert "in different operations" in report["text"]
+    assert re.search(r"worker 1 called all_reduce of 1 x float, at \S+ in fail; worker 0 called", report["text"])
+    assert "worker 0 called all_reduce of 200 x float, at a bucket of gradients" in report["text"]
+    assert report["params"] == ["3.bias"]
+
+
+def test_one_collective_less(hang):
+    report = hang("less")
+    assert "worker 1 called all_reduce of 200 x float, at a bucket of gradients; worker 0 called" in report["text"]
+    assert re.search(r"worker 0 called all_reduce of 1 x float, at \S+ in train", report["text"])
+    assert report["params"] == ["3.bias"]

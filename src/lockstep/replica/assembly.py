@@ -23,6 +23,7 @@ from lockstep.replica.buffers import Buffers
 from lockstep.replica.choosing import coded_by
 from lockstep.replica.coded import Coded, require_wire
 from lockstep.replica.holding import Holding, MasterHolding, PartHolding
+from lockstep.replica.layout import Granularity
 from lockstep.replica.meta import Materials, has_meta
 from lockstep.replica.notes import tail_numel
 from lockstep.replica.placement import Placement, Whole
@@ -137,7 +138,8 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
     if asked.init_sync:
         wrapping.start_equal(world, model.names, model.params, model.owners, with_buffers=asked.starts_buffers_equal)
     shared = _shared_state(world, model, asked)
-    grain = wrapping.granularity(world, device, asked.wire, asked.bucket_cap_mb, asked.bucket_cap_mb_list)
+    cap_mb = asked.bucket_cap_mb_list[-1] if asked.bucket_cap_mb_list else asked.bucket_cap_mb
+    grain = wrapping.granularity(world, device, cap_mb, wire=asked.wire, zero=asked.zero)
     placement: Placement = zero.placement if zero else Whole(reduction, memory_of(group, device), device)
     partials = asked.shards.partials if asked.shards is not None else None
     reducer = Reducer(world, shared, _buckets(shared, placement, grain), placement, group=group, partials=partials)
@@ -194,14 +196,13 @@ def _shared_state(world: World, model: _Model, asked: Asked) -> SharedState:
     )
 
 
-def _buckets(shared: SharedState, placement: Placement, grain: wrapping.Granularity) -> Buckets:
+def _buckets(shared: SharedState, placement: Placement, grain: Granularity) -> Buckets:
     # In the reverse order of registration, which is a guess: the first step shows the right one.
     order = [index for index in reversed(shared.trained) if index not in shared.sparse_params]
     return Buckets(
         shared.params,
         order,
         placement,
-        cap_bytes=grain.cap_bytes,
-        share_of_rest=grain.share_of_rest,
+        grain=grain,
         tail_numel=tail_numel(len(shared.params), len(shared.buffers)),
     )

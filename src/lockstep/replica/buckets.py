@@ -23,8 +23,7 @@ class Buckets:
         order: Sequence[int],
         placement: Placement,
         *,
-        cap_bytes: int,
-        share_of_rest: int,
+        grain: layout.Granularity,
         tail_numel: int,
     ) -> None:
         self._params = params
@@ -33,8 +32,7 @@ class Buckets:
         self._order = list(order)
         self.deferred: set[int] = set()
         """Parameters whose gradients come in portions, so that they can only be sent at the end of a pass."""
-        self._cap_bytes = cap_bytes
-        self._share_of_rest = share_of_rest
+        self._grain = grain
         self._tail_numel = tail_numel
         self.all: list[Bucket] = []
         """In launch order; the last one closes the step."""
@@ -54,9 +52,7 @@ class Buckets:
             self._specs(self._order),
             tail_numel=self._tail_numel,
             tail_alone=tail_alone or self._placement.is_fixed or self._placement.reduction.sends_tail_apart,
-            cap_bytes=self._cap_bytes,
-            first_cap_bytes=min(layout.FIRST_BUCKET_BYTES, self._cap_bytes),
-            share_of_rest=self._share_of_rest,
+            grain=self._grain,
             parts=self._placement.num_parts,
         )
         self.all.clear()  # Frees the old ones before the new ones are made, where no gradient holds them.

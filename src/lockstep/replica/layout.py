@@ -6,6 +6,7 @@ Every tensor starts on a 128-byte boundary. The last bucket to be launched close
 numbers about the step itself.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,9 +22,33 @@ SHARE_OF_REST = 6
 """A bucket takes at most one in so many bytes of what is left, so that a slow link is never without work for long."""
 ALL_OF_REST = 1
 """The same within a host, where more messages hide little: through memory they cost time of the same cores."""
+LARGE_BUCKET_BYTES = 100 << 20
+"""On GPUs, where a message costs their time: what grows to it and shrinks again leaves early and ends soon."""
+GROWTH = 4
+"""There a bucket is at most so many times as large as the one before it."""
+HALF_OF_REST = 2
 
 EXACT_COUNTERS = (torch.float32, torch.float64)
 """Dtypes in which sums of marks and weights over the workers lose nothing that matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """How finely gradients are cut into buckets."""
+
+    cap_bytes: int = BUCKET_BYTES
+    """The size of a bucket."""
+    share_of_rest: int = SHARE_OF_REST
+    """A bucket takes at most one in so many bytes of what is left."""
+    first_cap_bytes: int = FIRST_BUCKET_BYTES
+    """The size of the first one."""
+    growth: int | None = None
+    """How many times as large as the one before it a bucket may be; None for as large as can be."""
+
+
+USUAL = Granularity()
+UNCUT = Granularity(cap_bytes=sys.maxsize, share_of_rest=ALL_OF_REST, first_cap_bytes=sys.maxsize)
+"""One bucket for each dtype and device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +108,7 @@ def plan(
     *,
     tail_numel: int,
     tail_alone: bool = False,
-    first_cap_bytes: int = FIRST_BUCKET_BYTES,
-    cap_bytes: int = BUCKET_BYTES,
-    share_of_rest: int = SHARE_OF_REST,
+    grain: Granularity = USUAL,
     parts: int = 1,
 ) -> tuple[BucketPlan, ...]:
     """Buckets in launch order, for gradients expected in the order of `specs`.
@@ -94,7 +117,7 @@ def plan(
     for it or where the last bucket's dtype cannot count exactly. Gradients end where `parts` equal parts of them
     begin on 128-byte boundaries.
     """
-    groups = _fill(specs, first_cap_bytes, cap_bytes, share_of_rest)
+    groups = _fill(specs, grain)
     last_arrival = {spec.index: place for place, spec in enumerate(specs)}
     groups.sort(key=lambda group: max(last_arrival[spec.index] for spec in group))
     buckets = [_lay_out(group, parts) for group in groups]
@@ -107,9 +130,7 @@ def plan(
     return tuple(buckets)
 
 
-def _fill(
-    specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int, share_of_rest: int
-) -> list[list[ParamSpec]]:
+def _fill(specs: Sequence[ParamSpec], grain: Granularity) -> list[list[ParamSpec]]:
     """Group the parameters of each device and dtype, in order, closing a group when it reaches its cap."""
     kinds: dict[tuple[torch.device, torch.dtype], list[ParamSpec]] = {}
     blocks: dict[tuple[int, torch.device, torch.dtype], list[ParamSpec]] = {}
@@ -118,28 +139,30 @@ def _fill(
             blocks.setdefault((spec.block, spec.device, spec.dtype), []).append(spec)
         else:
             kinds.setdefault((spec.device, spec.dtype), []).append(spec)
-    free = [group for kind in kinds.values() for group in _fill_kind(kind, first_cap_bytes, cap_bytes, share_of_rest)]
+    free = [group for kind in kinds.values() for group in _fill_kind(kind, grain)]
     return [*blocks.values(), *free]
 
 
-def _fill_kind(
-    specs: Sequence[ParamSpec], first_cap_bytes: int, cap_bytes: int, share_of_rest: int
-) -> Iterator[list[ParamSpec]]:
+def _fill_kind(specs: Sequence[ParamSpec], grain: Granularity) -> Iterator[list[ParamSpec]]:
     """Groups of about the cap, the first one small; towards the end each takes a share of what is left.
 
     The last bucket is complete only when the backward pass ends, so nothing hides it: the smaller, the better. For
     the same reason a tensor larger than a bucket, such as an embedding, does not keep smaller ones waiting.
     """
     left = sum(spec.num_bytes for spec in specs)
-    cap, large = first_cap_bytes, cap_bytes
+    first = min(grain.first_cap_bytes, grain.cap_bytes)
+    cap, large = first, grain.cap_bytes
     group: list[ParamSpec] = []
+    size = 0
     for spec in specs:
-        if group and (spec.num_bytes >= large or sum(member.num_bytes for member in group) >= cap):
+        if group and (spec.num_bytes >= large or size >= cap):
             yield group
-            left -= sum(member.num_bytes for member in group)
-            group = []
-            cap = large = min(cap_bytes, max(left // share_of_rest, first_cap_bytes))
+            left -= size
+            grown = grain.cap_bytes if grain.growth is None else min(grain.cap_bytes, size * grain.growth)
+            cap = large = min(max(grown, first), max(left // grain.share_of_rest, first))
+            group, size = [], 0
         group.append(spec)
+        size += spec.num_bytes
     if group:
         yield group
 

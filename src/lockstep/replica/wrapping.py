@@ -1,7 +1,6 @@
 """What is asked of a model and of the arguments when it is wrapped."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,6 +9,7 @@ from torch import nn
 from lockstep.errors import UsageError
 from lockstep.replica import agreement, layout
 from lockstep.replica.batch_norm import SyncBatchNorm
+from lockstep.replica.layout import Granularity
 from lockstep.world import World, join
 
 
@@ -107,29 +107,24 @@ def sparse_params(module: nn.Module, params: Sequence[nn.Parameter]) -> frozense
     return frozenset(index for index, param in enumerate(params) if id(param) in weights)
 
 
-@dataclass(frozen=True, slots=True)
-class Granularity:
-    """How finely gradients are cut into buckets."""
-
-    cap_bytes: int
-    """The size of a bucket."""
-    share_of_rest: int
-    """A bucket takes at most one in so many bytes of what is left."""
-
-
 def granularity(
-    world: World, device: torch.device, wire: object, cap_mb: float | None, cap_list: Sequence[float] | None
+    world: World,
+    device: torch.device,
+    cap_mb: float | None,
+    *,
+    wire: object = None,
+    zero: int = 0,
 ) -> Granularity:
     """What fits the way that buckets travel; the user's cap counts where there is one."""
     is_coded = wire is not None and device.type == "cuda"
     # Within a host a message costs more than what a smaller one would hide.
     share = layout.ALL_OF_REST if world.peers.are_on_one_host or is_coded else layout.SHARE_OF_REST
-    if cap_list:
-        cap_mb = cap_list[-1]
     if cap_mb is None:
         cap_mb = getattr(wire, "bucket_mb", None) if is_coded else None
-    if cap_mb is None:
-        return Granularity(layout.BUCKET_BYTES, share)
-    if cap_mb <= 0:
-        raise UsageError(f"bucket_cap_mb={cap_mb}: a bucket must have a size.")
-    return Granularity(int(cap_mb * (1 << 20)), share)
+    if cap_mb is not None:
+        if cap_mb <= 0:
+            raise UsageError(f"bucket_cap_mb={cap_mb}: a bucket must have a size.")
+        return Granularity(int(cap_mb * (1 << 20)), share)
+    if device.type == "cuda" and wire is None and not zero:
+        return Granularity(layout.LARGE_BUCKET_BYTES, max(share, layout.HALF_OF_REST), growth=layout.GROWTH)
+    return Granularity(share_of_rest=share)

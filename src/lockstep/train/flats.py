@@ -4,7 +4,6 @@ One bucket for each dtype, cut into equal spans, one for each worker. The module
 the CPU what is read from the owners is received straight into them. On a GPU all goes by way of pinned host memory.
 """
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -23,8 +22,7 @@ def lay_out(params: Sequence[Tensor], size: int) -> list[BucketPlan]:
     for index, param in enumerate(params):
         numel = param.numel() * (2 if param.is_complex() else 1)
         specs.append(ParamSpec(index, numel, param.dtype.to_real(), param.device))
-    cap = sys.maxsize
-    plans = layout.plan(specs, tail_numel=0, first_cap_bytes=cap, cap_bytes=cap, share_of_rest=1, parts=size)
+    plans = layout.plan(specs, tail_numel=0, grain=layout.UNCUT, parts=size)
     return [plan for plan in plans if plan.slots]
 
 

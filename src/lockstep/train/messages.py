@@ -19,7 +19,7 @@ from lockstep.comm.memory import Memory, OrdinaryMemory, Request, memory_of
 from lockstep.replica import layout
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.coded import Coded
-from lockstep.replica.layout import ParamSpec
+from lockstep.replica.layout import Granularity, ParamSpec
 from lockstep.wire import Full, Wire
 from lockstep.world import World
 
@@ -107,7 +107,6 @@ def _plans(tensors: Sequence[Tensor], cap_bytes: int) -> list[layout.BucketPlan]
     for index, tensor in enumerate(tensors):
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         specs.append(ParamSpec(index, real.numel(), real.dtype, real.device))
-    plans = layout.plan(
-        specs, tail_numel=0, first_cap_bytes=cap_bytes, cap_bytes=cap_bytes, share_of_rest=layout.ALL_OF_REST
-    )
+    grain = Granularity(cap_bytes, layout.ALL_OF_REST, first_cap_bytes=cap_bytes)
+    plans = layout.plan(specs, tail_numel=0, grain=grain)
     return [plan for plan in plans if plan.slots]

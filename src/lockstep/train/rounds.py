@@ -84,7 +84,7 @@ class Rounds:
 
     def _add(self, what: str, names: list[str], tensors: Callable[[], list[Tensor]], wire: Wire | None) -> None:
         cap_mb, device = self._setting.bucket_cap_mb, self._world.device
-        cap_bytes = wrapping.granularity(self._world, device, wire, cap_mb, None).cap_bytes
+        cap_bytes = wrapping.granularity(self._world, device, cap_mb, wire=wire).cap_bytes
         messages = Messages(self._world, names, tensors(), wire, cap_bytes)
         self._messages.append(messages)
         self._anchors[what] = Anchor(tensors, messages, self._world.size)

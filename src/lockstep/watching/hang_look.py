@@ -19,7 +19,8 @@ import torch.distributed as dist
 from lockstep.comm.shm.base import GroupBase
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.data_parallel import DataParallel
-from lockstep.watching import hang_stack
+from lockstep.watching import hang_queue, hang_stack
+from lockstep.watching.hang_queue import Queued
 from lockstep.watching.hang_stack import Spot
 from lockstep.watching.hang_state import Phase, State
 from lockstep.world import World
@@ -42,6 +43,9 @@ class Look:
         self._moment_since = time.monotonic()
         self._wait: Any = None
         self._wait_since = time.monotonic()
+        self._queued: tuple[Queued, ...] = ()
+        """What was read for the wait that began then."""
+        self._queued_since = 0.0
 
     def take(self) -> State:
         """This worker now."""
@@ -74,6 +78,7 @@ class Look:
             num_lacking=len(lacking),
             at=spot.at,
             calls=calls,
+            queued=self._last_calls(since) if waits and now - since > self._still_s else (),
         )
 
     def bucket(self, place: int) -> tuple[int, tuple[str, ...]]:
@@ -87,6 +92,12 @@ class Look:
     def _lacking(self, bucket: Bucket) -> list[str]:
         names = self._model._reducer._names if self._model._reducer is not None else ()
         return [names[index] for slot, index in enumerate(bucket.indices) if not bucket.has(slot)]
+
+    def _last_calls(self, since: float) -> tuple[Queued, ...]:
+        """What NCCL was given before this wait; read once."""
+        if self._world.device.type == "cuda" and abs(since - self._queued_since) > self._still_s / 2:
+            self._queued, self._queued_since = hang_queue.read(), since
+        return self._queued
 
     def _waits(self, spot: Spot, calls: dict[str, int], now: float) -> tuple[str, float]:
         """What the worker waits in, or nothing, and since when."""

@@ -65,6 +65,8 @@ def report(waited: Waited, verdict: Verdict, accounts: Sequence[Account], folder
     if waited.bucket is not None:
         size = f"{waited.num_bytes / 1e6:.1f} MB"
         lines.append(f"  waited for: bucket {waited.bucket} of {waited.num_buckets} ({size}): {some(waited.params)}")
+    if verdict.difference:
+        lines.append(f"  out of step: {_difference(verdict)}")
     lines += [f"  worker {account.peer.rank}: {_line(account)}" for account in ordered[:MOST_LINES]]
     if len(ordered) > MOST_LINES:
         lines.append(f"  and {len(ordered) - MOST_LINES} more workers")
@@ -72,6 +74,20 @@ def report(waited: Waited, verdict: Verdict, accounts: Sequence[Account], folder
     lines.append(f"  stacks of all threads: {where}")
     lines.append(f"  what to do: {_advice(verdict, accounts)}")
     return Report(time.time(), waited, verdict.missing, _summary(verdict, ordered), "\n".join(lines))
+
+
+def _difference(verdict: Verdict) -> str:
+    """Who called what, at the first call that was not the same."""
+    called: dict[tuple[str, str], list[int]] = {}
+    for rank, call in sorted(verdict.difference.items(), key=lambda item: (item[0] not in verdict.missing, item[0])):
+        called.setdefault((call.what, call.at), []).append(rank)
+    number = next(iter(verdict.difference.values())).number
+    parts = [
+        f"{'worker' if len(ranks) == 1 else 'workers'} {', '.join(map(str, ranks[:8]))}{' ...' * (len(ranks) > 8)} "
+        f"called {what}, at {at}"
+        for (what, at), ranks in called.items()
+    ]
+    return f"as collective {number} of their group, {'; '.join(parts)}"
 
 
 def _summary(verdict: Verdict, accounts: Sequence[Account]) -> str:

@@ -58,7 +58,7 @@ def spot() -> Spot:
     stack = next((stack for stack in native if in_backward and _is_own(_own_frame(stack))), main)
     own = _own_frame(stack)
     collective = next((name for stack in [main, *native] if (name := _collective(stack))), "")
-    at = _words(own) if own is not None else "native code"
+    at = words(own.f_code.co_filename, own.f_lineno, own.f_code.co_name) if own is not None else "native code"
     return Spot(at, collective, own is not None and _awaits_work(stack, own), len(stack))
 
 
@@ -106,11 +106,17 @@ def _own_frame(stack: list[FrameType]) -> FrameType | None:
 
 
 def _is_own(frame: FrameType | None) -> bool:
-    return frame is not None and not frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen"))
+    return frame is not None and is_own_file(frame.f_code.co_filename)
 
 
-def _words(frame: FrameType) -> str:
-    path = Path(frame.f_code.co_filename)
+def is_own_file(name: str) -> bool:
+    """Whether code there belongs to no library."""
+    return not name.startswith((*_LIBRARIES, "<frozen"))
+
+
+def words(filename: str, line: int, function: str) -> str:
+    """A line of source, as reports tell it."""
+    path = Path(filename)
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
-    return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{path}:{line} in {function}"

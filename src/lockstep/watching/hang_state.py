@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.watching.hang_queue import Queued
+
 
 class Phase(enum.Enum):
     """Where a worker is in its step, in words that follow its name."""
@@ -59,6 +61,8 @@ class State:
     """Where its main thread is, in the script's own code."""
     calls: dict[str, int]
     """How many collectives the worker has called, by group."""
+    queued: tuple[Queued, ...] = ()
+    """The last of them on a GPU, once the worker has waited for a while."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -67,11 +71,12 @@ class State:
 
     def pack(self) -> bytes:
         """The bytes that `unpack` reads."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = dataclasses.asdict(self)
         return json.dumps(fields | {"phase": self.phase.value}).encode()
 
     @classmethod
     def unpack(cls, packed: bytes) -> "State":
         """The state that `packed` was made from."""
         fields: dict[str, Any] = json.loads(packed)
-        return cls(**fields | {"phase": Phase(fields["phase"]), "lacking": tuple(fields["lacking"])})
+        queued = tuple(Queued(**call) for call in fields["queued"])
+        return cls(**fields | {"phase": Phase(fields["phase"]), "lacking": tuple(fields["lacking"]), "queued": queued})

@@ -2,10 +2,12 @@
 
 import enum
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lockstep.comm.peers import Peer
+from lockstep.watching import hang_queue
+from lockstep.watching.hang_queue import Queued
 from lockstep.watching.hang_state import Phase, State
 
 
@@ -51,6 +53,8 @@ class Verdict:
     kind: Kind
     missing: tuple[int, ...]
     """Ranks of the workers that the others wait for; all of them where it cannot be told who is wrong."""
+    difference: Mapping[int, Queued] = field(default_factory=dict)
+    """What each worker called first that was not what others called, where that is known."""
 
 
 def judge(accounts: Sequence[Account], *, hears: bool) -> Verdict:
@@ -61,6 +65,8 @@ def judge(accounts: Sequence[Account], *, hears: bool) -> Verdict:
     if absent:
         return Verdict(Kind.ABSENT, absent)
     states = [account.state for account in accounts if account.state is not None]
+    if difference := _first_difference(states):
+        return Verdict(Kind.APART, _other_callers(difference, states), difference)
     operations = defaultdict(list)
     for state in states:
         operations[_operation(state)].append(state.rank)
@@ -75,6 +81,29 @@ def _operation(state: State) -> tuple[object, ...]:
     if state.phase is Phase.REDUCING or state.bucket >= 0:
         return Phase.REDUCING, state.step
     return state.waits, state.at
+
+
+def _first_difference(states: list[State]) -> dict[int, Queued]:
+    """By rank: the calls of the same number in the same group, the first that are not the same."""
+    calls: dict[tuple[int, str], dict[int, Queued]] = defaultdict(dict)
+    for state in states:
+        for call in state.queued:
+            calls[call.number, call.group][state.rank] = call
+    return next((by for _, by in sorted(calls.items()) if len({call.what for call in by.values()}) > 1), {})
+
+
+def _other_callers(difference: Mapping[int, Queued], states: list[State]) -> tuple[int, ...]:
+    """Those who did not call what most did; without a majority, what everybody called in earlier steps; else all."""
+    callers: dict[str, list[int]] = defaultdict(list)
+    for rank, call in difference.items():
+        callers[call.what].append(rank)
+    largest = max(callers.values(), key=len)
+    if 2 * len(largest) <= len(difference):
+        some = next(iter(difference.values()))
+        history = [call for call in states[0].queued if call.group == some.group and call.number < some.number]
+        expected = hang_queue.precedent(history)
+        largest = callers.get(expected.what, []) if expected is not None else []
+    return tuple(sorted(set(difference) - set(largest)))
 
 
 def _odd(groups: list[list[int]], states: list[State]) -> tuple[int, ...]:

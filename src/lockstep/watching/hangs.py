@@ -209,7 +209,12 @@ class Hangs:
         return report(waited, verdict, accounts, self._folder)
 
     def _awaited(self, verdict: Verdict, accounts: list[Account], step: int) -> int:
-        """The bucket waited for: as those say who wait, else the first that the missing ones have not sent; or -1."""
+        """The bucket waited for: as those say who wait, else the first that the missing ones have not sent; or -1.
+
+        Where workers called different things, the one that came to nothing first.
+        """
+        if places := [place for account in accounts if (place := _unpaired(verdict, account)) is not None]:
+            return min(places)
         waiting = [a.state for a in accounts if a.waits and a.state is not None and a.state.step == step]
         if buckets := [state.bucket for state in waiting if state.bucket >= 0]:
             return min(buckets)
@@ -217,6 +222,14 @@ class Hangs:
             return -1
         missing = [a.state for a in accounts if a.peer.rank in verdict.missing and a.state is not None]
         return min((state.launched if state.step >= step else 0 for state in missing), default=-1)
+
+
+def _unpaired(verdict: Verdict, account: Account) -> int | None:
+    """The bucket that a worker sent where others called something else; each step sends them all."""
+    call, state = verdict.difference.get(account.peer.rank), account.state
+    if call is None or state is None or not call.is_bucket or not state.num_buckets:
+        return None
+    return (state.launched - 1 - call.later_buckets) % state.num_buckets
 
 
 def _sleeps_in(peer: Peer) -> str:
