@@ -10,6 +10,7 @@ is asked only after a while: while a CUDA graph is captured it must not be.
 
 import contextlib
 import re
+import threading
 import time
 from typing import Any
 
@@ -94,10 +95,17 @@ class Look:
         return [names[index] for slot, index in enumerate(bucket.indices) if not bucket.has(slot)]
 
     def _last_calls(self, since: float) -> tuple[Queued, ...]:
-        """What NCCL was given before this wait; read once."""
+        """What NCCL was given before this wait: at once without lines, which follow when they have been read."""
         if self._world.device.type == "cuda" and abs(since - self._queued_since) > self._still_s / 2:
-            self._queued, self._queued_since = hang_queue.read(), since
+            self._queued, self._queued_since = hang_queue.read(with_lines=False), since
+            name = f"{hang_stack.THREAD_NAME}-queue"
+            threading.Thread(target=self._read_lines, args=(since,), name=name, daemon=True).start()
         return self._queued
+
+    def _read_lines(self, since: float) -> None:
+        found = hang_queue.read(with_lines=True)
+        if self._queued_since == since:
+            self._queued = found
 
     def _waits(self, spot: Spot, calls: dict[str, int], now: float) -> tuple[str, float]:
         """What the worker waits in, or nothing, and since when."""

@@ -5,7 +5,8 @@ device then waits for ever, at a place that says nothing about the line that was
 every group, with sizes and stacks (its flight recorder, which is on by default); the first number at which workers
 have called different things is that line.
 
-Read only in a hang: it takes milliseconds, and the interpreter's lock.
+Read only in a hang. It takes a millisecond without the stacks; with them, the first time, seconds in which torch
+imports its compiler: in a thread of its own, that delays nobody.
 """
 
 import math
@@ -37,7 +38,7 @@ class Queued:
     what: str
     """The same on all workers of the group."""
     at: str
-    """Where it was called, in the script's own code."""
+    """Where it was called, in the script's own code; empty where that is not known."""
     later_buckets: int
     """If it was a bucket of Lockstep's: how many more of them were sent since; else -1."""
 
@@ -47,13 +48,13 @@ class Queued:
         return self.later_buckets >= 0
 
 
-def read() -> tuple[Queued, ...]:
+def read(*, with_lines: bool) -> tuple[Queued, ...]:
     """This worker's last calls, by group; none where torch does not keep them."""
     dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
     if dump is None:
         return ()
     try:
-        entries = pickle.loads(dump(True, True, False)).get("entries", [])
+        entries = pickle.loads(dump(True, with_lines, False)).get("entries", [])
         return tuple(calls(entries))
     except (RuntimeError, KeyError, TypeError):  # No promise of torch's: another version may tell it otherwise.
         return ()
@@ -87,8 +88,9 @@ def _kind(call: Queued) -> tuple[str, str]:
 def _of_group(group: str, entries: list[Mapping[str, Any]]) -> list[Queued]:
     later, found = 0, []
     for entry in reversed(entries[-MOST:]):
-        is_bucket = any(_is_sender(frame) for frame in entry["frames"])
-        at = "a bucket of gradients" if is_bucket else _at(entry["frames"])
+        frames = entry.get("frames", [])
+        is_bucket = any(_is_sender(frame) for frame in frames)
+        at = "a bucket of gradients" if is_bucket else _at(frames)
         found.append(Queued(group, entry["collective_seq_id"], _what(entry), at, later if is_bucket else -1))
         later += is_bucket
     return found[::-1]
@@ -108,4 +110,4 @@ def _is_sender(frame: Mapping[str, Any]) -> bool:
 
 def _at(frames: list[Mapping[str, Any]]) -> str:
     own = next((frame for frame in frames if hang_stack.is_own_file(frame["filename"])), None)
-    return hang_stack.words(own["filename"], own["line"], own["name"]) if own is not None else "a library's line"
+    return hang_stack.words(own["filename"], own["line"], own["name"]) if own is not None else ""

@@ -84,7 +84,7 @@ def _difference(verdict: Verdict) -> str:
     number = next(iter(verdict.difference.values())).number
     parts = [
         f"{'worker' if len(ranks) == 1 else 'workers'} {', '.join(map(str, ranks[:8]))}{' ...' * (len(ranks) > 8)} "
-        f"called {what}, at {at}"
+        f"called {what}{f', at {at}' if at else ''}"
         for (what, at), ranks in called.items()
     ]
     return f"as collective {number} of their group, {'; '.join(parts)}"

@@ -201,20 +201,24 @@ class Hangs:
 
     def _report(self, verdict: Verdict, accounts: list[Account]) -> Report:
         mine = self._latest
-        step = max((a.state.step for a in accounts if a.waits and a.state is not None), default=mine.step)
-        place = self._awaited(verdict, accounts, step)
+        step, place = self._awaited(verdict, accounts)
         num_bytes, params = self._look.bucket(place)
         bucket = place if 0 <= place < mine.num_buckets else None
         waited = Waited(step, mine.waits_s, bucket, mine.num_buckets, num_bytes, params)
         return report(waited, verdict, accounts, self._folder)
 
-    def _awaited(self, verdict: Verdict, accounts: list[Account], step: int) -> int:
-        """The bucket waited for: as those say who wait, else the first that the missing ones have not sent; or -1.
+    def _awaited(self, verdict: Verdict, accounts: list[Account]) -> tuple[int, int]:
+        """The step, and the bucket waited for or -1.
 
-        Where workers called different things, the one that came to nothing first.
+        As those say who wait, else the first that the missing ones have not sent; but where workers called different
+        things, the first that came to nothing.
         """
-        if places := [place for account in accounts if (place := _unpaired(verdict, account)) is not None]:
-            return min(places)
+        if found := [place for account in accounts if (place := _unpaired(verdict, account)) is not None]:
+            return min(found)
+        step = max((a.state.step for a in accounts if a.waits and a.state is not None), default=self._latest.step)
+        return step, self._awaited_in(step, verdict, accounts)
+
+    def _awaited_in(self, step: int, verdict: Verdict, accounts: list[Account]) -> int:
         waiting = [a.state for a in accounts if a.waits and a.state is not None and a.state.step == step]
         if buckets := [state.bucket for state in waiting if state.bucket >= 0]:
             return min(buckets)
@@ -224,12 +228,13 @@ class Hangs:
         return min((state.launched if state.step >= step else 0 for state in missing), default=-1)
 
 
-def _unpaired(verdict: Verdict, account: Account) -> int | None:
-    """The bucket that a worker sent where others called something else; each step sends them all."""
+def _unpaired(verdict: Verdict, account: Account) -> tuple[int, int] | None:
+    """Step and place of the bucket that a worker sent where others called something else; a step sends them all."""
     call, state = verdict.difference.get(account.peer.rank), account.state
     if call is None or state is None or not call.is_bucket or not state.num_buckets:
         return None
-    return (state.launched - 1 - call.later_buckets) % state.num_buckets
+    steps, place = divmod(state.launched - 1 - call.later_buckets, state.num_buckets)
+    return state.step + steps, place
 
 
 def _sleeps_in(peer: Peer) -> str:
