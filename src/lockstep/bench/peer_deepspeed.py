@@ -2,9 +2,10 @@
 
 Set up as its documentation has it: `deepspeed.initialize` with a configuration of the stage, gradients copied to one
 buffer as they come (`contiguous_gradients`) and reduced beside the backward pass (`overlap_comm`), and torch's AdamW,
-fused, as the client's optimizer; then `engine.backward(loss)` and `engine.step()`. Everything else is its default. On
-GPUs its `torch_autocast` in bfloat16 takes the place of ours. On the CPU DS_ACCELERATOR=cpu, over gloo: what it builds
-for shared memory there is for inference, and training does not use it.
+fused, as the client's optimizer; then `engine.backward(loss)` and `engine.step()`. Gradients are not clipped, which it
+does by default and which nobody else does here; everything else is its default. On GPUs its `torch_autocast` in
+bfloat16 takes the place of ours. On the CPU DS_ACCELERATOR=cpu, over gloo: what it builds for shared memory there is
+for inference, and training does not use it.
 """
 
 import importlib
@@ -59,6 +60,7 @@ def configuration(stage: int, batch: int, bf16: bool) -> dict[str, Any]:
     told: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
         "zero_optimization": zero,
         "steps_per_print": 1 << 40,
     }
