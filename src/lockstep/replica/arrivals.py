@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
+from lockstep.replica.rows import Rows
 from lockstep.world import World
 
 
@@ -56,13 +57,18 @@ def missing(places: Sequence[tuple[Bucket, int] | None], touched: Set[int]) -> l
     ]
 
 
-def learn_order(world: World, buckets: Buckets, observed: Sequence[int], *, has_one_order: bool) -> None:
-    """After the first step: expect gradients in the order in which worker 0 saw them.
+def learn_order(
+    world: World, buckets: Buckets, rows: Rows | None, observed: Sequence[int], *, has_one_order: bool
+) -> None:
+    """After the first step: expect gradients in the order in which worker 0 saw them, and as rows where it had few.
 
     Where all is added in one order, those that came in portions are sent at the end of a pass from now on.
     """
-    observed = world.broadcast(observed)
+    observed, apart = world.broadcast((observed, rows.learnt() if rows is not None else []))
     buckets.expect(observed)
+    if rows is not None:
+        rows.active.update(apart)
+        buckets.leave_out(apart)
     in_portions = [index for index, count in Counter(observed).items() if count > 1]
     if has_one_order and in_portions:
         buckets.make_room_for(in_portions)

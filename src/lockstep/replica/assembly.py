@@ -30,6 +30,7 @@ from lockstep.replica.placement import Placement, Whole
 from lockstep.replica.precision import Masters, Precision
 from lockstep.replica.reducer import Reducer
 from lockstep.replica.reduction import BucketReduction, Fast
+from lockstep.replica.rows import Rows
 from lockstep.replica.shards import Shards
 from lockstep.replica.shared_state import SharedState
 from lockstep.replica.zero import Zero, require_stage
@@ -192,6 +193,7 @@ def _shared_state(world: World, model: _Model, asked: Asked) -> SharedState:
         model.params,
         trained=range(len(model.params)) if all_trained else wrapping.trained_anywhere(world, model.params),
         sparse_params=frozenset() if all_trained else wrapping.sparse_params(model.module, model.params),
+        rows=None if all_trained or asked.wire is not None else Rows(model.module, model.params, world.size),
         buffers=buffers,
     )
 

@@ -94,6 +94,13 @@ class Buckets:
             self._order = order
             self.is_due = True
 
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """From the next pass on, have no place for these parameters, whose gradients travel otherwise."""
+        apart = set(indices)
+        if apart:
+            self._order = [index for index in self._order if index not in apart]
+            self.is_due = True
+
     def make_room_for(self, indices: Iterable[int]) -> None:
         """From the next pass on, have a place for these parameters, whose gradients no bucket could take."""
         for index in indices:

@@ -3,14 +3,19 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from lockstep.replica.bucket import Bucket
 
 
 class Gauge(Protocol):
-    """Measures buckets, in the thread of the backward pass; must neither change them nor keep them."""
+    """Measures gradients, in the thread of the backward pass; must neither change them nor keep them."""
 
     def see_own(self, step: int, bucket: Bucket) -> None:
         """`bucket` has all that this worker adds, and is about to be sent."""
+
+    def see_rows(self, step: int, own: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """Gradients that travelled apart from buckets: what this worker added, and what they will be."""
 
     def see_sums(self, step: int, buckets: Sequence[Bucket]) -> None:
         """All buckets of the pass have arrived, and hold what the gradients will be."""

@@ -15,6 +15,7 @@ the rest of that step with a note that makes the step void; the others, who wait
 using half a sum.
 """
 
+import functools
 import time
 import weakref
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ class Reducer:
     ) -> None:
         self._world = world
         self._names, self._params, self._buffers = shared.names, shared.params, shared.buffers
-        self._sparse = shared.sparse_params
+        self._sparse, self._rows = shared.sparse_params, shared.rows
         self.group = group
         self._buckets = buckets
         self._placement = placement
@@ -106,6 +107,10 @@ class Reducer:
         """Reduce buckets by `hook` from the next pass on."""
         self._traffic.use_hook(hook)
         self._buckets.is_due = True
+        if self._rows is not None:  # A hook is to see all gradients.
+            self._buckets.make_room_for(self._rows.active)
+            self._rows.retire(self._rows.active)
+            self._rows = None
 
     def forget(self) -> None:
         """Drop what passes without communication have left here: they were only tried."""
@@ -169,7 +174,7 @@ class Reducer:
         place = self._buckets.places[index]
         if place is None or index in self._buckets.deferred:
             self._touched.add(index)
-            if place is None and index not in self._sparse:
+            if place is None and index not in self._sparse and not self._is_in_rows(index):
                 self._extra.add(index)
             return
         bucket, slot = place
@@ -187,6 +192,9 @@ class Reducer:
             self._launch_full()
         if begun_ns:
             self._spent_ns += time.perf_counter_ns() - begun_ns
+
+    def _is_in_rows(self, index: int) -> bool:
+        return self._rows is not None and index in self._rows.active
 
     def _launch_full(self) -> None:
         """Launch, in turn, the buckets that are full; not the one that closes the step."""
@@ -245,6 +253,8 @@ class Reducer:
                 bucket.fill_missing(self.weighing.factor)
                 if bucket is not self._buckets.closing:
                     self._launch(bucket)
+            if self._rows is not None:
+                self._extra |= self._rows.unknown(self._touched)
             self._notes.write(
                 self.weighing.counted,
                 unused=arrivals.missing(self._buckets.places, self._touched),
@@ -291,14 +301,23 @@ class Reducer:
         """Send what is left, wait for everything, hand it out; returns how many workers had a batch."""
         self._exchange()
         self._sums.settle(self._notes, self.step, is_active=is_active)
-        if self.gauge is not None:
-            self.gauge.see_sums(self.step, self._buckets.all)
         num_active = self._notes.num_active
+        gauge = self.gauge
         self._sums.hand_out(
-            self._notes, self.step, self.group, touched=self._touched, late=self._extra, is_active=is_active
+            self._notes,
+            self.step,
+            self.group,
+            touched=self._touched,
+            late=self._extra,
+            see_rows=functools.partial(gauge.see_rows, self.step) if gauge is not None else None,
+            is_active=is_active,
         )
+        if gauge is not None:
+            gauge.see_sums(self.step, self._buckets.all)
         if self._observed is not None:
-            arrivals.learn_order(self._world, self._buckets, self._observed, has_one_order=self._has_one_order)
+            arrivals.learn_order(
+                self._world, self._buckets, self._rows, self._observed, has_one_order=self._has_one_order
+            )
             self._observed = None
         self._placement.reduction.end()
         self.step += 1
@@ -326,3 +345,5 @@ class Reducer:
         self._traffic.reset()
         if self._partials is not None:
             self._partials.clear()
+        if self._rows is not None:
+            self._rows.forget()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lockstep.replica.buffers import Buffers
+from lockstep.replica.rows import Rows
 from lockstep.replica.shard_buffers import ShardBuffers
 
 
@@ -21,5 +22,7 @@ class SharedState:
     """Numbers of the parameters that need a gradient on some worker."""
     sparse_params: frozenset[int]
     """Numbers of those whose gradients will be sparse."""
+    rows: Rows | None
+    """Embeddings of which only the rows that were touched may travel; None if all gradients go into buckets."""
     buffers: Buffers | ShardBuffers
     """What is kept equal besides."""

@@ -1,14 +1,14 @@
 """What becomes of the sums of a step, once all buckets have arrived on this worker.
 
     settle      does the step count, and is it one to which all gave the same kind of weight? divide the sums
-    hand_out    let parameters have their gradients, and buffers the values that count
+    hand_out    let parameters have their gradients, also those that travel apart; and buffers the values that count
 
 Gradients that no bucket could take (of parameters unfrozen after the plan was made, or arriving again after their
 bucket has left) are announced in the notes and reduced here, in an extra round; from the next pass on the plan has a
 place for them.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch.distributed as dist
@@ -73,18 +73,20 @@ class Sums:
         *,
         touched: Set[int],
         late: Set[int],
+        see_rows: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None,
         is_active: bool,
     ) -> None:
         """Let everything be what all workers agreed on; a worker without a batch takes part, and keeps its gradients.
 
         Parameters in `touched` have a gradient of this worker's own outside of the buckets; no bucket took the
-        gradients of `late`.
+        gradients of `late`. `see_rows` is told of rows that travelled apart.
         """
         changed = notes.changed()
-        extras = self._extra_round(late, step, group) if notes.has_extra else {}
+        extras = self._extra_round(late, step, group, is_active=is_active) if notes.has_extra else {}
         if is_active:
             self._give(notes, touched, extras)
         self._exchange_sparse(notes, group, is_active=is_active)
+        self._exchange_rows(notes, group, see_rows, is_active=is_active)
         if changed:
             self._shared.buffers.sync(changed, self._attendance.authority(is_active=is_active), group)
 
@@ -107,9 +109,27 @@ class Sums:
                 if is_active:
                     param.grad = total if self._weighing.divisor is None else total / self._weighing.divisor
 
-    def _extra_round(self, late: Set[int], step: int, group: dist.ProcessGroup) -> dict[int, Tensor]:
+    def _exchange_rows(
+        self,
+        notes: Notes,
+        group: dist.ProcessGroup,
+        see: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None,
+        *,
+        is_active: bool,
+    ) -> None:
+        rows = self._shared.rows
+        used = [index for index in sorted(rows.active) if notes.is_used(index)] if rows is not None else []
+        if rows is not None and used:
+            factor, divisor = self._weighing.factor, self._weighing.divisor
+            rows.exchange(used, factor, divisor, self._world, group, see, is_active=is_active)
+
+    def _extra_round(
+        self, late: Set[int], step: int, group: dist.ProcessGroup, *, is_active: bool
+    ) -> dict[int, Tensor]:
         """Reduce, now, what no bucket took on some worker; from the next pass on it has a place in the plan."""
         indices = sorted(set().union(*self._world.gather(late)))
+        if self._shared.rows is not None:  # What travels as rows elsewhere does not on all workers, then.
+            late = late | {index for index in self._shared.rows.retire(indices) if is_active}
         if self._has_one_order:
             raise words.came_in_portions(self._world, [self._shared.names[index] for index in indices], step)
 

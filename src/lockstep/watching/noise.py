@@ -36,6 +36,8 @@ class NormGauge:
         self._is_split = model.parts is not None
         self._counts_sums = model.world.is_main and not self._is_split
         self._own: list[Tensor] = []
+        self._apart: list[Tensor] = []
+        """Of the whole batch's gradients, those that travelled apart."""
         self.noted: dict[str, float | Tensor] = {}
         """What the step under way has shown: `own`, `share` of the weight; of the whole batch's gradient `whole` on
         worker 0, or, where gradients are split, `part` on every one."""
@@ -56,14 +58,21 @@ class NormGauge:
             grads = bucket.flat_grads if len(bucket.lanes) == 1 else bucket.lanes[:, :end].sum(0)
             self._own.append(_squared(grads))
 
+    def see_rows(self, step: int, own: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """See Gauge."""
+        if _is_due(step):
+            self._own += map(_squared, own)
+            self._apart += map(_squared, sums)
+
     def see_sums(self, step: int, buckets: Sequence[Bucket]) -> None:
         """See Gauge."""
-        own, self._own = self._own, []
+        (own, self._own), (apart, self._apart) = (self._own, []), (self._apart, [])
         if not _is_due(step) or not own:
             return
         self.noted = {"own": _total(own), "share": self._reducer.weighing.counted}
         if self._counts_sums:
-            self.noted["whole"] = _total([_squared(bucket.flat_grads) for bucket in buckets if bucket.plan.slots])
+            whole = [_squared(bucket.flat_grads) for bucket in buckets if bucket.plan.slots]
+            self.noted["whole"] = _total([*whole, *apart])
 
     def _hear(self, event: Event) -> None:
         if event.kind is Kind.SYNCED and _is_due(event.step) and self.noted:

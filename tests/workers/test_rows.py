@@ -1,0 +1,234 @@
+"""Embeddings of which only touched rows travel: the same bits as with the whole table in a bucket, whatever is done."""
+
+import copy
+import hashlib
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.replica import rows as rows_module
+
+STEPS, CHANGES_AT, NUM_ROWS = 5, 3, 5000
+
+AS_ROWS = [
+    "plain", "accumulated", "refilled", "unused", "unused_everywhere", "weighted", "checkpointed", "gradient_asked_for",
+]  # fmt: skip
+"""Ways to train in which the table travels as rows to the end."""
+WHOLE = ["regularised", "functional", "twice", "many", "hooked", "zeroed_in_place", "changed_between", "never_zeroed"]
+"""Ways in which it turns out to be more than the rows: from step 3 on, or from the beginning."""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(NUM_ROWS, 64, padding_idx=7)
+        self.small = nn.Embedding(10, 64)
+        self.head = nn.Linear(64, 3)
+        self.uses_table = True
+        self.is_functional = self.is_checkpointed = self.is_called_twice = False
+
+    def forward(self, tokens):
+        x = self.small(tokens % 10)
+        if self.uses_table:
+            x = x + self._looked_up(tokens)
+        return self.head(x).square().mean()
+
+    def _looked_up(self, tokens):
+        if self.is_functional:
+            return nn.functional.embedding(tokens, self.table.weight)
+        if self.is_checkpointed:
+            return checkpoint(self.table, tokens, use_reentrant=False)
+        if self.is_called_twice:
+            return self.table(tokens) + self.table(tokens + 1)
+        return self.table(tokens)
+
+
+def train(world, way, least_bytes):
+    """Train in one way; returns a hash of the weights and how many tables travelled as rows after each step."""
+    before, rows_module.LEAST_BYTES = rows_module.LEAST_BYTES, least_bytes
+    try:
+        return _train(world, way)
+    finally:
+        rows_module.LEAST_BYTES = before
+
+
+def _train(world, way):
+    torch.manual_seed(1)
+    net = Net()
+    model = lockstep.DataParallel(net, bucket_cap_mb=0.1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(world.rank)
+    weight, num_active = net.table.weight, []
+    if way == "hooked":
+        weight.register_hook(lambda grad: grad * 2)
+    for step in range(STEPS):
+        is_changed = step >= CHANGES_AT
+        if way != "never_zeroed":
+            optimizer.zero_grad(set_to_none=way != "zeroed_in_place")
+        net.uses_table = not (way == "unused" and is_changed and world.rank == 1) and not (
+            way == "unused_everywhere" and step == CHANGES_AT
+        )
+        net.is_functional = way == "functional" and is_changed and world.rank == 0
+        net.is_checkpointed = way == "checkpointed"
+        net.is_called_twice = way == "twice" and is_changed
+        tokens = torch.randint(NUM_ROWS - 1, (3000 if way == "many" and is_changed else 40,), generator=generator)
+        if way in ("accumulated", "refilled", "changed_between"):
+            with model.no_sync():
+                model(tokens).backward()
+            if way == "refilled":
+                tokens.copy_(torch.randint(NUM_ROWS - 1, tokens.shape, generator=generator))
+            if way == "changed_between" and is_changed:
+                weight.grad.add_(0.01)
+        loss = model(tokens.flip(0)[: 3000 if way == "many" else 20])
+        if way == "regularised" and is_changed:
+            loss = loss + 1e-3 * weight.square().sum()
+        if way == "gradient_asked_for":
+            torch.autograd.grad(loss, weight, retain_graph=True)
+        if way == "weighted":
+            lockstep.backward(loss, weight=world.rank + 1)
+        else:
+            loss.backward()
+        num_active.append(len(model._reducer._rows.active))
+        assert weight.grad is None or weight.grad.layout is torch.strided
+        optimizer.step()
+    weights = b"".join(param.detach().numpy().tobytes() for param in net.parameters())
+    return hashlib.sha256(weights).hexdigest(), num_active
+
+
+@pytest.mark.parametrize("way", [*AS_ROWS, *WHOLE])
+def test_rows_give_the_same_bits_as_the_whole_table(started_pool, way):
+    for workers in (2, 3):
+        as_rows = started_pool.run(workers, train, way, 1 << 20)
+        whole = started_pool.run(workers, train, way, 1 << 40)
+        assert len({weights for weights, _ in [*as_rows, *whole]}) == 1
+        assert all(num_active == [0] * STEPS for _, num_active in whole)
+        from_the_start = [1] * STEPS if way in AS_ROWS else as_rows[0][1]
+        assert all(num_active == from_the_start for _, num_active in as_rows)
+        if way in WHOLE:
+            assert from_the_start[-1] == 0
+
+
+def joined(world, least_bytes):
+    """Worker 1 has fewer batches."""
+    before, rows_module.LEAST_BYTES = rows_module.LEAST_BYTES, least_bytes
+    torch.manual_seed(1)
+    net = Net()
+    model = lockstep.DataParallel(net)
+    rows_module.LEAST_BYTES = before
+    generator = torch.Generator().manual_seed(world.rank)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with model.join():
+        for _ in range(3 if world.rank else 6):
+            optimizer.zero_grad()
+            model(torch.randint(NUM_ROWS, (30,), generator=generator)).backward()
+            optimizer.step()
+    weights = world.broadcast([param.detach().numpy().tobytes() for param in net.parameters()])
+    return hashlib.sha256(b"".join(weights)).hexdigest()
+
+
+def test_workers_that_have_no_batch_left(started_pool):
+    as_rows, whole = (started_pool.run(2, joined, least_bytes) for least_bytes in (1 << 20, 1 << 40))
+    assert len({*as_rows, *whole}) == 1
+
+
+class Squares:
+    """A gauge: the squared norms of what was sent, and of the sums."""
+
+    def __init__(self):
+        self.own = self.sums = 0.0
+
+    def see_own(self, step, bucket):
+        self.own += bucket.flat_grads.square().sum().item()
+
+    def see_rows(self, step, own, sums):
+        self.own += sum(values.square().sum().item() for values in own)
+        self.sums += sum(values.square().sum().item() for values in sums)
+
+    def see_sums(self, step, buckets):
+        self.sums += sum(bucket.flat_grads.square().sum().item() for bucket in buckets)
+
+
+def measured(world):
+    torch.manual_seed(1)
+    net = Net()
+    model = lockstep.DataParallel(net)
+    model._reducer.gauge = gauge = Squares()
+    found = []
+    for _ in range(3):  # The first with the table in a bucket.
+        net.zero_grad()
+        gauge.own = gauge.sums = 0.0
+        model(torch.arange(40) * (world.rank + 1)).backward()
+        found.append((gauge.own, gauge.sums, sum(p.grad.square().sum().item() for p in net.parameters())))
+    return found
+
+
+def test_rows_are_measured_too(started_pool):
+    for found in started_pool.run(2, measured):
+        for own, sums, squares in found:
+            assert sums == pytest.approx(squares, rel=1e-5)
+            assert own == pytest.approx(found[0][0], rel=1e-5)
+
+
+def train_wide(world):
+    """What is sent for a table of 50 MB of which 40 rows were touched."""
+    net = nn.Sequential(nn.Embedding(200_000, 64), nn.Linear(64, 1))
+    model = lockstep.DataParallel(net)
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(3):
+        net.zero_grad()
+        model(torch.randint(200_000, (40,), generator=generator)).sum().backward()
+    return sum(bucket.num_bytes for bucket in model._reducer.buckets), net[0].weight.grad.count_nonzero().item()
+
+
+def test_the_table_is_in_no_bucket(started_pool):
+    for num_bytes, num_values in started_pool.run(2, train_wide):
+        assert num_bytes < 10_000
+        assert 64 < num_values <= 80 * 64
+
+
+def hooked_later(world):
+    """A communication hook sees the table, which had travelled as rows."""
+    net = nn.Sequential(nn.Embedding(NUM_ROWS, 64), nn.Linear(64, 1))
+    model = lockstep.DataParallel(net)
+    seen = []
+    for step in range(4):
+        net.zero_grad()
+        if step == 2:
+            model.register_comm_hook(None, lambda state, bucket: see(bucket))
+
+        def see(bucket):
+            seen.append(bucket.buffer().numel())
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        model(torch.arange(9)).sum().backward()
+    return seen
+
+
+def test_a_hook_sees_everything(started_pool):
+    for seen in started_pool.run(2, hooked_later):
+        assert sum(seen) >= 2 * NUM_ROWS * 64
+
+
+def copied(world):
+    """A wrapped module can be copied, pickled and compiled; what comes out is not heard of."""
+    net = nn.Sequential(nn.Embedding(NUM_ROWS, 64), nn.Linear(64, 1))
+    model = lockstep.DataParallel(net)
+    for step in range(2):
+        net.zero_grad()
+        model(torch.arange(9) + step).sum().backward()
+    other, loaded = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
+    for each in (other, loaded):
+        each(torch.arange(5)).sum().backward()
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    outputs = compiled(torch.arange(5))
+    return torch.equal(outputs, loaded(torch.arange(5))), len(model._reducer._rows.active)
+
+
+def test_copies_are_nobodys(started_pool):
+    assert started_pool.run(2, copied) == [(True, 1), (True, 1)]
