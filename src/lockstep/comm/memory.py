@@ -11,6 +11,8 @@ from torch import Tensor
 from lockstep.comm.shm.group import ShmGroup
 
 LINE_BYTES = 64
+KEPT_BYTES = 1 << 20
+"""A stretch of shared memory up to here is kept, however little of it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,10 @@ class OrdinaryMemory:
 
 
 class SharedMemory:
-    """One stretch of shared memory, laid out anew each time, so that a new layout costs no new memory."""
+    """One stretch of shared memory, laid out anew each time, so that a new layout costs no new memory.
+
+    One that has become twice as large as is needed is given back for a smaller one.
+    """
 
     num_turns = 0
 
@@ -68,7 +73,7 @@ class SharedMemory:
 
     def lay_out(self, requests: Sequence[Request]) -> list[Tensor]:
         """See Memory."""
-        arena = self._of_at_least(sum(each.num_bytes for each in requests))
+        arena = self._of_about(sum(each.num_bytes for each in requests))
         arena.zero_()
         flats, begin = [], 0
         for each in requests:
@@ -82,8 +87,8 @@ class SharedMemory:
             return False
         return 0 <= tensor.data_ptr() - self._arena.data_ptr() < self._arena.numel()
 
-    def _of_at_least(self, num_bytes: int) -> Tensor:
-        if self._arena is None or self._arena.numel() < num_bytes:
+    def _of_about(self, num_bytes: int) -> Tensor:
+        if self._arena is None or not num_bytes <= self._arena.numel() <= max(2 * num_bytes, KEPT_BYTES):
             if self._arena is not None:
                 self._group.release(self._arena)
                 self._arena = None
