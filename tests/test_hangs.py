@@ -162,10 +162,11 @@ def test_what_torch_keeps_of_calls_is_read():
         entry | sized | {"is_p2p": True},
         entry | {"profiling_name": "nccl:gather", "input_sizes": [[5]], "collective_seq_id": 6},
     ]
-    assert hang_queue.calls(entries) == [
-        Queued("0", 4, "all_reduce of 6 x float", "t.py:7 in f", -1),
-        Queued("0", 5, "all_reduce of 6 x float", "a bucket of gradients", 0),
-        Queued("0", 6, "gather", "t.py:7 in f", -1),
+    kept = {"entries": entries, "pg_config": {"0": {"ranks": "[0, 1]"}}}
+    assert hang_queue.calls(kept) == [
+        Queued("0 of [0, 1]", 4, "all_reduce of 6 x float", "t.py:7 in f", -1),
+        Queued("0 of [0, 1]", 5, "all_reduce of 6 x float", "a bucket of gradients", 0),
+        Queued("0 of [0, 1]", 6, "gather", "t.py:7 in f", -1),
     ]
 
 

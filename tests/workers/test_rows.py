@@ -18,7 +18,11 @@ AS_ROWS = [
     "plain", "accumulated", "refilled", "unused", "unused_everywhere", "weighted", "checkpointed", "gradient_asked_for",
 ]  # fmt: skip
 """Ways to train in which the table travels as rows to the end."""
-WHOLE = ["regularised", "functional", "twice", "many", "hooked", "zeroed_in_place", "changed_between", "never_zeroed"]
+WHOLE = [
+    "regularised", "functional", "twice", "many", "hooked", "hooked_in_place", "hooked_after",
+    "replaced_after", "zeroed_in_place", "changed_between", "changed_unseen", "never_zeroed", "patched", "left_over",
+    "frozen_on_one",
+]  # fmt: skip
 """Ways in which it turns out to be more than the rows: from step 3 on, or from the beginning."""
 
 
@@ -56,33 +60,57 @@ def train(world, way, least_bytes):
         rows_module.LEAST_BYTES = before
 
 
+def replace_twice(param):
+    """The second may lie where the gradient was before the first."""
+    param.grad = param.grad * 2
+    param.grad = param.grad + 0.01
+
+
+def add_unseen(grad):
+    """Change it by a way that no version tells of."""
+    grad.data.add_(0.01)
+
+
 def _train(world, way):
     torch.manual_seed(1)
     net = Net()
+    if way == "replaced_after":
+        net.table.weight.register_post_accumulate_grad_hook(replace_twice)
+    elif way == "patched":
+        net.table.forward = lambda tokens: nn.functional.embedding((tokens + 17) % NUM_ROWS, net.table.weight)
+    elif way == "frozen_on_one":
+        net.table.weight.requires_grad_(world.rank == 0)
     model = lockstep.DataParallel(net, bucket_cap_mb=0.1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(world.rank)
     weight, num_active = net.table.weight, []
     if way == "hooked":
         weight.register_hook(lambda grad: grad * 2)
+    elif way == "hooked_in_place":
+        weight.register_hook(lambda grad: add_unseen(grad))
+    elif way == "hooked_after":
+        weight.register_post_accumulate_grad_hook(lambda param: add_unseen(param.grad))
     for step in range(STEPS):
         is_changed = step >= CHANGES_AT
-        if way != "never_zeroed":
+        is_left_over = way == "left_over" and is_changed and world.rank == 1
+        if way != "never_zeroed" and not is_left_over:
             optimizer.zero_grad(set_to_none=way != "zeroed_in_place")
-        net.uses_table = not (way == "unused" and is_changed and world.rank == 1) and not (
-            way == "unused_everywhere" and step == CHANGES_AT
+        net.uses_table = not is_left_over and not (
+            (way == "unused" and is_changed and world.rank == 1) or (way == "unused_everywhere" and step == CHANGES_AT)
         )
         net.is_functional = way == "functional" and is_changed and world.rank == 0
         net.is_checkpointed = way == "checkpointed"
         net.is_called_twice = way == "twice" and is_changed
         tokens = torch.randint(NUM_ROWS - 1, (3000 if way == "many" and is_changed else 40,), generator=generator)
-        if way in ("accumulated", "refilled", "changed_between"):
+        if way in ("accumulated", "refilled", "changed_between", "changed_unseen"):
             with model.no_sync():
                 model(tokens).backward()
             if way == "refilled":
                 tokens.copy_(torch.randint(NUM_ROWS - 1, tokens.shape, generator=generator))
             if way == "changed_between" and is_changed:
                 weight.grad.add_(0.01)
+            if way == "changed_unseen" and is_changed:
+                add_unseen(weight.grad)
         loss = model(tokens.flip(0)[: 3000 if way == "many" else 20])
         if way == "regularised" and is_changed:
             loss = loss + 1e-3 * weight.square().sum()
@@ -106,10 +134,9 @@ def test_rows_give_the_same_bits_as_the_whole_table(started_pool, way):
         whole = started_pool.run(workers, train, way, 1 << 40)
         assert len({weights for weights, _ in [*as_rows, *whole]}) == 1
         assert all(num_active == [0] * STEPS for _, num_active in whole)
-        from_the_start = [1] * STEPS if way in AS_ROWS else as_rows[0][1]
-        assert all(num_active == from_the_start for _, num_active in as_rows)
-        if way in WHOLE:
-            assert from_the_start[-1] == 0
+        expected = [1] * STEPS if way in AS_ROWS else as_rows[0][1]
+        assert all(num_active == expected for _, num_active in as_rows)
+        assert way in AS_ROWS or expected[-1] == 0
 
 
 def joined(world, least_bytes):
@@ -144,7 +171,10 @@ class Squares:
     def see_own(self, step, bucket):
         self.own += bucket.flat_grads.square().sum().item()
 
-    def see_rows(self, step, own, sums):
+    def is_due(self, step):
+        return True
+
+    def see_rows(self, own, sums):
         self.own += sum(values.square().sum().item() for values in own)
         self.sums += sum(values.square().sum().item() for values in sums)
 
@@ -190,14 +220,14 @@ def test_the_table_is_in_no_bucket(started_pool):
         assert 64 < num_values <= 80 * 64
 
 
-def hooked_later(world):
-    """A communication hook sees the table, which had travelled as rows."""
+def hooked_later(world, at):
+    """A communication hook sees the table, which had travelled as rows or was about to."""
     net = nn.Sequential(nn.Embedding(NUM_ROWS, 64), nn.Linear(64, 1))
     model = lockstep.DataParallel(net)
     seen = []
     for step in range(4):
         net.zero_grad()
-        if step == 2:
+        if step == at:
             model.register_comm_hook(None, lambda state, bucket: see(bucket))
 
         def see(bucket):
@@ -210,9 +240,36 @@ def hooked_later(world):
     return seen
 
 
-def test_a_hook_sees_everything(started_pool):
-    for seen in started_pool.run(2, hooked_later):
-        assert sum(seen) >= 2 * NUM_ROWS * 64
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_hook_sees_everything(started_pool, at):
+    for seen in started_pool.run(2, hooked_later, at):
+        assert sum(seen) >= (4 - at) * NUM_ROWS * 64
+
+
+def strange(world):
+    """Uses of a large table that have no ordinary gradient: nothing is believed, and nothing fails."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Embedding(NUM_ROWS, 64, sparse=True), nn.Linear(64, 1))
+    model = lockstep.DataParallel(net)
+    for _ in range(3):
+        net.zero_grad()
+        model(torch.arange(9) + world.rank).sum().backward()
+    found = [net[0].weight.grad.is_sparse]
+    net = nn.Sequential(nn.Embedding(NUM_ROWS, 64), nn.Linear(64, 1))
+    model = lockstep.DataParallel(net)
+    params = dict(net.named_parameters())
+    for _ in range(3):
+        net.zero_grad()
+        grads = torch.func.grad(lambda params: torch.func.functional_call(net, params, (torch.arange(9),)).sum())(
+            params
+        )
+        model(torch.arange(9)).sum().backward()
+        found.append(torch.allclose(net[0].weight.grad, grads["0.weight"]))
+    return found, len(model._reducer._rows.active)
+
+
+def test_sparse_gradients_and_functions_of_gradients(started_pool):
+    assert started_pool.run(2, strange) == [([True] * 4, 1)] * 2
 
 
 def copied(world):

@@ -2,15 +2,16 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence, Set
-from typing import Protocol
+from collections.abc import Callable, Sequence, Set
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
-from lockstep.replica.rows import Rows
 from lockstep.world import World
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class Receiver(Protocol):
@@ -37,10 +38,17 @@ class Arrivals:
                 _report(index, param, receiver)
 
 
+def ours(hook: Hook) -> Hook:
+    """Marks a hook as one of Lockstep's own, which changes nothing that it is shown."""
+    hook.is_ours = True  # type: ignore[attr-defined]
+    return hook
+
+
 def _report(index: int, param: Tensor, receiver: Receiver) -> None:
     # Weak, so that a module can be wrapped anew: the hook of a wrapper that is gone does nothing.
     reference = weakref.ref(receiver)
 
+    @ours
     def arrived(param: Tensor) -> None:
         if (alive := reference()) is not None:
             alive.arrive(index, param)
@@ -57,18 +65,13 @@ def missing(places: Sequence[tuple[Bucket, int] | None], touched: Set[int]) -> l
     ]
 
 
-def learn_order(
-    world: World, buckets: Buckets, rows: Rows | None, observed: Sequence[int], *, has_one_order: bool
-) -> None:
-    """After the first step: expect gradients in the order in which worker 0 saw them, and as rows where it had few.
+def learn_order(world: World, buckets: Buckets, observed: Sequence[int], *, has_one_order: bool) -> None:
+    """After the first step: expect gradients in the order in which worker 0 saw them.
 
     Where all is added in one order, those that came in portions are sent at the end of a pass from now on.
     """
-    observed, apart = world.broadcast((observed, rows.learnt() if rows is not None else []))
+    observed = world.broadcast(observed)
     buckets.expect(observed)
-    if rows is not None:
-        rows.active.update(apart)
-        buckets.leave_out(apart)
     in_portions = [index for index, count in Counter(observed).items() if count > 1]
     if has_one_order and in_portions:
         buckets.make_room_for(in_portions)

@@ -193,7 +193,7 @@ def _shared_state(world: World, model: _Model, asked: Asked) -> SharedState:
         model.params,
         trained=range(len(model.params)) if all_trained else wrapping.trained_anywhere(world, model.params),
         sparse_params=frozenset() if all_trained else wrapping.sparse_params(model.module, model.params),
-        rows=None if all_trained or asked.wire is not None else Rows(model.module, model.params, world.size),
+        rows=None if all_trained or asked.wire is not None else Rows(model.module, model.params, world),
         buffers=buffers,
     )
 

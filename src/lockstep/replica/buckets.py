@@ -104,7 +104,7 @@ class Buckets:
     def make_room_for(self, indices: Iterable[int]) -> None:
         """From the next pass on, have a place for these parameters, whose gradients no bucket could take."""
         for index in indices:
-            if self.places[index] is None:
+            if index not in self._order:
                 self._order.append(index)
             else:
                 self.deferred.add(index)

@@ -14,7 +14,10 @@ class Gauge(Protocol):
     def see_own(self, step: int, bucket: Bucket) -> None:
         """`bucket` has all that this worker adds, and is about to be sent."""
 
-    def see_rows(self, step: int, own: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+    def is_due(self, step: int) -> bool:
+        """Whether the gradients of this step are measured."""
+
+    def see_rows(self, own: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """Gradients that travelled apart from buckets: what this worker added, and what they will be."""
 
     def see_sums(self, step: int, buckets: Sequence[Bucket]) -> None:

@@ -15,7 +15,6 @@ the rest of that step with a note that makes the step void; the others, who wait
 using half a sum.
 """
 
-import functools
 import time
 import weakref
 from collections.abc import Sequence
@@ -254,7 +253,7 @@ class Reducer:
                 if bucket is not self._buckets.closing:
                     self._launch(bucket)
             if self._rows is not None:
-                self._extra |= self._rows.unknown(self._touched)
+                self._extra |= self._rows.unknown()
             self._notes.write(
                 self.weighing.counted,
                 unused=arrivals.missing(self._buckets.places, self._touched),
@@ -309,19 +308,24 @@ class Reducer:
             self.group,
             touched=self._touched,
             late=self._extra,
-            see_rows=functools.partial(gauge.see_rows, self.step) if gauge is not None else None,
+            see_rows=gauge.see_rows if gauge is not None and gauge.is_due(self.step) else None,
             is_active=is_active,
         )
         if gauge is not None:
             gauge.see_sums(self.step, self._buckets.all)
         if self._observed is not None:
-            arrivals.learn_order(
-                self._world, self._buckets, self._rows, self._observed, has_one_order=self._has_one_order
-            )
+            arrivals.learn_order(self._world, self._buckets, self._observed, has_one_order=self._has_one_order)
             self._observed = None
+            self._learn_rows()
         self._placement.reduction.end()
         self.step += 1
         return num_active
+
+    def _learn_rows(self) -> None:
+        if self._rows is not None:
+            apart = self._world.broadcast(self._rows.learnt())
+            self._rows.adopt(apart)
+            self._buckets.leave_out(apart)
 
     def _exchange(self) -> None:
         """Send what is left, and wait for everything."""

@@ -2,21 +2,26 @@
 
 The gradient of a table is as large as the table, and zero but for the rows that were looked up. Where that is certain,
 the rows are gathered at the end of the pass, after one message that says how many, and every worker adds them to its
-gradient in order of rank: the same bits as if the whole table had been reduced.
+gradient in order of rank: over shared memory the same bits as if the whole table had been reduced.
 
 Certain it is if the gradient that arrives is the very memory that the backward of `nn.Embedding` has written, and
 nobody has written to it since:
 
-    called      the module is called: from the indices, and the node of autograd's that will compute the gradient
+    called      the module is called: from the indices, and the node of autograd's that will compute the gradient of
+                this very parameter
     computed    that node has run: the rows, where its result lies, its version, and a weak reference, so that no
                 other tensor can have taken its place in memory
-    incoming    a gradient is about to be added to `param.grad`: is it that result, at that version?
-    arrived     it has been: then it is `param.grad` itself, or was added to one whose rows are known
+    incoming    a gradient is about to be added to `param.grad`: is it that result, at that version? Its storage is
+                held until it has been, so that nothing else can be mistaken for it
+    arrived     it is `param.grad` itself; or it was added to one whose rows are known, and then the sum is searched
+                for others before it is believed, since the script may do anything between two passes
 
-A table that is used in any other way (its weight in another formula, called twice in a pass, changed by a hook) has a
-gradient that is something else, at another address or version. Then the step reduces it whole, in an extra round, and
-from the next one on it is in a bucket like any other; so it is if too many rows are touched. Which tables travel as
-rows is learnt in the first step, in which all are in buckets; all workers agree on worker 0's.
+A table that is used in any other way (its weight in another formula, a forward of its own, called twice in a pass) has
+a gradient that is something else, at another address or version. With hooks on the parameter nothing is believed,
+since they can write by ways that bump no version; and a sample of the other rows is looked at in every step. Then the
+step reduces the table whole, in an extra round, and from the next one on it is in a bucket like any other; so it is if
+too many rows are touched. Which tables travel as rows is learnt in the first step, in which all are in buckets; all
+workers agree on worker 0's.
 
 On CPUs only: a GPU's host would have to wait for the number of rows.
 """
@@ -30,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.replica.arrivals import ours
 from lockstep.replica.bucket import Factor
 from lockstep.replica.layout import ALIGNMENT_BYTES
 from lockstep.world import World
@@ -42,32 +48,40 @@ MOST_SHARE = 4
 """A table travels as rows if all workers together touch at most one in so many of its rows."""
 
 
+NUM_PROBES = 64
+"""In so many places, evenly spaced, a gradient is looked at for rows that should not be there."""
+_FORWARD = nn.Embedding.forward
+
+
 class Rows:
     """The tables of one replica, and which of them travel as rows."""
 
-    def __init__(self, module: nn.Module, params: Sequence[Tensor], size: int) -> None:
-        self._tables = {index: Table(param, size) for index, param in _tables(module, params)}
-        by_param = {id(table.param): table for table in self._tables.values()}
-        for each in module.modules():
-            table = by_param.get(id(each._parameters.get("weight")))
-            if table is not None:
-                _until_gone(self, each.register_forward_hook(Observer(table)))
+    def __init__(self, module: nn.Module, params: Sequence[Tensor], world: World) -> None:
+        found = dict(_tables(module, params))
+        common = set.intersection(*map(set, world.gather(list(found))))
+        self._tables = {index: Table(*found[index], world.size) for index in sorted(common)}
         self.active: set[int] = set()
         """Numbers of the parameters that travel as rows; the same on all workers."""
 
     def learnt(self) -> list[int]:
         """Tables of which this worker has touched few enough rows in the pass that has ended."""
-        return [index for index, table in self._tables.items() if table.is_sparse]
+        return [index for index, table in self._tables.items() if table.has_few_rows]
 
-    def unknown(self, touched: set[int]) -> set[int]:
-        """Those among `touched` that should travel as rows and cannot."""
-        return {index for index in self.active & touched if self._tables[index].rows() is None}
+    def adopt(self, indices: Iterable[int]) -> None:
+        """Let these travel as rows from now on, and no others ever."""
+        self.active.update(indices)
+        self._tables = {index: table for index, table in self._tables.items() if index in self.active}
+
+    def unknown(self) -> set[int]:
+        """Those that should travel as rows, and have a gradient here that cannot."""
+        return {index for index in self.active if self._tables[index].rows() is None}
 
     def retire(self, indices: Iterable[int]) -> set[int]:
         """Let these travel as rows no more, on any worker; returns those for which this worker has a gradient."""
         retired = self.active & set(indices)
         self.active -= retired
-        return {index for index in retired if self._tables[index].param.grad is not None}
+        tables = {index: self._tables.pop(index) for index in retired}
+        return {index for index, table in tables.items() if table.param.grad is not None}
 
     def forget(self) -> None:
         """The step is over."""
@@ -112,71 +126,102 @@ class Rows:
 class Table:
     """One embedding's weight, and which rows of its gradient are known to be all."""
 
-    def __init__(self, param: Tensor, size: int) -> None:
+    def __init__(self, module: nn.Module, param: Tensor, size: int) -> None:
         self.param = param
         self._most = param.shape[0] // (MOST_SHARE * size)
+        self._spacing = -(-param.shape[0] // NUM_PROBES)
         self.nowhere = torch.zeros(0, dtype=torch.int64)
         self._computed: list[_Result] = []
-        self._incoming: _Result | None = None
+        self._incoming: _Incoming | None = None
         self._known: _Spot | None = None
-        """The gradient whose rows are known."""
-        self._rows = self.nowhere
+        """The gradient whose rows are known, as it was when it arrived."""
+        self._rows: Tensor | None = None
         """These."""
+        self._is_sum = False
+        """Whether it is what several passes have added up."""
         me = weakref.ref(self)
-        _until_gone(self, param.register_hook(lambda grad: table._arrive(grad) if (table := me()) else None))
-        arrived = param.register_post_accumulate_grad_hook(
-            lambda param: table._arrived(param) if (table := me()) else None
-        )
-        _until_gone(self, arrived)
 
-    def called(self, indices: Tensor, output: Any) -> None:
-        """The module has been called."""
-        node = output.grad_fn if isinstance(output, Tensor) else None
-        if node is not None and node.name() == "EmbeddingBackward0":
+        @ours
+        def expect(grad: Tensor) -> None:
+            if (table := me()) is not None:
+                table._expect(grad)
+
+        @ours
+        def arrived(param: Tensor) -> None:
+            if (table := me()) is not None:
+                table._arrived(param)
+
+        _until_gone(self, module.register_forward_hook(Observer(self), prepend=True))
+        _until_gone(self, param.register_hook(expect))
+        _until_gone(self, param.register_post_accumulate_grad_hook(arrived))
+
+    def called(self, module: nn.Module, indices: Any, output: Any) -> None:
+        """The module has been called; what is not just a lookup in this parameter is not heard of."""
+        if type(indices) is not Tensor or type(output) is not Tensor or output.grad_fn is None:
+            return
+        node = output.grad_fn
+        if node.name() != "EmbeddingBackward0" or "forward" in vars(module) or nn.Embedding.forward is not _FORWARD:
+            return
+        if getattr(node.next_functions[0][0], "variable", None) is self.param:
             looked_up = indices.detach()
             node.register_hook(lambda grads, _: self._compute(grads[0], looked_up))
 
-    def _compute(self, grad: Tensor | None, looked_up: Tensor) -> None:
+    def _compute(self, grad: Any, looked_up: Tensor) -> None:
         """The backward of a call has written `grad`; the script may use the memory of the indices for others next."""
         self._computed = [result for result in self._computed if not result.spot.is_gone]
-        if grad is not None:
+        if type(grad) is Tensor and _has_address(grad):
             is_few = looked_up.numel() <= self.param.shape[0] // MOST_SHARE
             self._computed.append(_Result(_Spot(grad), torch.unique(looked_up).long() if is_few else None))
 
-    def _arrive(self, grad: Tensor) -> None:
+    def _expect(self, grad: Tensor) -> None:
         results, self._computed = [result for result in self._computed if not result.spot.is_gone], []
-        is_result = len(results) == 1 and results[0].spot.is_of(grad) and not grad.requires_grad
-        self._incoming = results[0] if is_result else None
+        self._incoming = None
+        if len(results) == 1 and _has_address(grad) and results[0].spot.is_of(grad) and results[0].rows is not None:
+            self._incoming = _Incoming(results[0].rows, grad.untyped_storage(), grad._version)
 
     def _arrived(self, param: Tensor) -> None:
-        result, self._incoming = self._incoming, None
+        incoming, self._incoming = self._incoming, None
         grad = param.grad
         assert grad is not None
-        if result is None or result.rows is None:
+        if incoming is None or not self._is_alone() or not _has_address(grad):
             self.forget()
-        elif result.spot.is_at(grad):  # It has lived until now, though torch has detached it.
-            self._known, self._rows = _Spot(grad), result.rows
-        elif self._known is not None and self._known.is_of(grad, later=1) and self._is_alone():
-            self._known, self._rows = _Spot(grad), torch.unique(torch.cat([self._rows, result.rows]))
+        elif incoming.is_in(grad):
+            self._known, self._rows, self._is_sum = _Spot(grad), incoming.rows, False
+        elif self._rows is not None:
+            self._rows, self._is_sum = torch.unique(torch.cat([self._rows, incoming.rows])), True
         else:
             self.forget()
 
     def _is_alone(self) -> bool:
-        """Whether nobody else's hook can have changed what was added."""
-        return len(self.param._backward_hooks or ()) == 1
+        """Whether no hook on the parameter but Lockstep's own can have changed the gradient."""
+        param: Any = self.param
+        hooks = [*(param._backward_hooks or {}).values(), *(param._post_accumulate_grad_hooks or {}).values()]
+        return all(getattr(hook, "is_ours", False) for hook in hooks)
 
     @property
-    def is_sparse(self) -> bool:
+    def has_few_rows(self) -> bool:
         """Whether the last gradient's rows are known, and few."""
-        return self._known is not None and len(self._rows) <= self._most
+        return self._rows is not None and len(self._rows) <= self._most
 
     def rows(self) -> Tensor | None:
         """Rows outside of which the gradient is zero, in order; None if that is not known, or they are too many."""
         grad = self.param.grad
         if grad is None:
             return self.nowhere
-        is_known = self._known is not None and self._known.is_of(grad)
-        return self._rows if is_known and len(self._rows) <= 2 * self._most else None
+        if self._rows is None or len(self._rows) > 2 * self._most:
+            return None
+        spacing = self._spacing
+        if self._is_sum:  # Between passes the script may have written to it: every row is looked at, once.
+            self._known, self._is_sum, spacing = _Spot(grad), False, 1
+        if self._known is None or not self._known.is_of(grad) or not self._is_zero_beside(grad, spacing):
+            self.forget()
+        return self._rows
+
+    def _is_zero_beside(self, grad: Tensor, spacing: int) -> bool:
+        """Whether every `spacing`th row is zero but for those that were touched."""
+        assert self._rows is not None
+        touched = self._rows if spacing == 1 else self._rows[self._rows % spacing == 0]
+        return bool(grad[::spacing].count_nonzero() == grad.index_select(0, touched).count_nonzero())
 
     def values(self, rows: Tensor, factor: Factor) -> Tensor:
         """These rows of the gradient, times `factor`."""
@@ -199,7 +244,7 @@ class Table:
 
     def forget(self) -> None:
         """Nothing is known of the gradient any more."""
-        self._known, self._rows = None, self.nowhere
+        self._known, self._rows, self._is_sum = None, None, False
 
 
 class Observer:
@@ -213,8 +258,8 @@ class Observer:
         if torch.compiler.is_compiling() or self._table is None:
             return
         table = self._table()
-        if table is not None and len(args) == 1 and isinstance(args[0], Tensor):
-            table.called(args[0], output)
+        if table is not None and len(args) == 1:
+            table.called(module, args[0], output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Observer, ()
@@ -225,6 +270,7 @@ class _Spot:
 
     def __init__(self, tensor: Tensor) -> None:
         self._address, self._version = tensor.data_ptr(), tensor._version
+        self._shape, self._strides = tensor.shape, tensor.stride()
         self._tensor = _Weak(tensor)
 
     @property
@@ -232,13 +278,10 @@ class _Spot:
         """Whether the tensor no longer lives."""
         return bool(self._tensor.expired())
 
-    def is_of(self, tensor: Tensor, later: int = 0) -> bool:
-        """Whether this is the memory of `tensor`, written to so many times since."""
-        return not self.is_gone and self.is_at(tensor, later)
-
-    def is_at(self, tensor: Tensor, later: int = 0) -> bool:
-        """The same, for one that is known to have lived until now."""
-        return tensor.data_ptr() == self._address and tensor._version == self._version + later
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the memory of `tensor`, not written to since."""
+        is_there = tensor.data_ptr() == self._address and tensor._version == self._version and not self.is_gone
+        return is_there and tensor.shape == self._shape and tensor.stride() == self._strides
 
 
 class _Result:
@@ -248,21 +291,40 @@ class _Result:
         self.spot, self.rows = spot, rows
 
 
+class _Incoming:
+    """A result that is about to be added to `param.grad`, by torch, which may take it as it is. Holds its memory."""
+
+    def __init__(self, rows: Tensor, storage: torch.UntypedStorage, version: int) -> None:
+        self.rows, self._storage, self._version = rows, storage, version
+
+    def is_in(self, grad: Tensor) -> bool:
+        """Whether `grad` is that result, not written to since."""
+        return grad.untyped_storage()._cdata == self._storage._cdata and grad._version == self._version
+
+
+def _has_address(grad: Tensor) -> bool:
+    """Whether it is an ordinary tensor, of which it can be said where it lies and how often it was written to."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(grad)
+    return grad.layout is torch.strided and not is_wrapped and not grad.is_inference() and not grad.requires_grad
+
+
 def _until_gone(owner: object, hook: RemovableHandle) -> None:
     """Remove the hook when its owner is gone."""
     weakref.finalize(owner, hook.remove).atexit = False
 
 
-def _tables(module: nn.Module, params: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Weights of embeddings, by number, that are large and no other module's."""
+def _tables(module: nn.Module, params: Sequence[Tensor]) -> list[tuple[int, tuple[nn.Module, Tensor]]]:
+    """Embeddings and their weights, by number, that are large and no other module's."""
     owners: dict[int, list[nn.Module]] = {}
     for each in module.modules():
         for param in each._parameters.values():
             owners.setdefault(id(param), []).append(each)
     return [
-        (index, param)
+        (index, (owners[id(param)][0], param))
         for index, param in enumerate(params if _Weak is not None else ())
         if [type(owner) for owner in owners.get(id(param), [])] == [nn.Embedding]
+        and not owners[id(param)][0].sparse
+        and type(param) is nn.Parameter
         and param.requires_grad
         and param.device.type == "cpu"
         and param.dtype in (torch.float32, torch.float64)

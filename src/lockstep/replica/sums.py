@@ -82,7 +82,7 @@ class Sums:
         gradients of `late`. `see_rows` is told of rows that travelled apart.
         """
         changed = notes.changed()
-        extras = self._extra_round(late, step, group, is_active=is_active) if notes.has_extra else {}
+        extras = self._extra_round(notes, late, step, group, is_active=is_active) if notes.has_extra else {}
         if is_active:
             self._give(notes, touched, extras)
         self._exchange_sparse(notes, group, is_active=is_active)
@@ -124,12 +124,14 @@ class Sums:
             rows.exchange(used, factor, divisor, self._world, group, see, is_active=is_active)
 
     def _extra_round(
-        self, late: Set[int], step: int, group: dist.ProcessGroup, *, is_active: bool
+        self, notes: Notes, late: Set[int], step: int, group: dist.ProcessGroup, *, is_active: bool
     ) -> dict[int, Tensor]:
         """Reduce, now, what no bucket took on some worker; from the next pass on it has a place in the plan."""
         indices = sorted(set().union(*self._world.gather(late)))
-        if self._shared.rows is not None:  # What travels as rows elsewhere does not on all workers, then.
-            late = late | {index for index in self._shared.rows.retire(indices) if is_active}
+        if (rows := self._shared.rows) is not None:
+            # What nobody has used in this step stays as it is; what cannot travel as rows here does not elsewhere.
+            indices = [index for index in indices if index not in rows.active or notes.is_used(index)]
+            late = late | {index for index in rows.retire(indices) if is_active}
         if self._has_one_order:
             raise words.came_in_portions(self._world, [self._shared.names[index] for index in indices], step)
 

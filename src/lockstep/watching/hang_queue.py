@@ -12,7 +12,7 @@ imports its compiler: in a thread of its own, that delays nobody.
 import math
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,18 +54,19 @@ def read(*, with_lines: bool) -> tuple[Queued, ...]:
     if dump is None:
         return ()
     try:
-        entries = pickle.loads(dump(True, with_lines, False)).get("entries", [])
-        return tuple(calls(entries))
-    except (RuntimeError, KeyError, TypeError):  # No promise of torch's: another version may tell it otherwise.
+        return tuple(calls(pickle.loads(dump(True, with_lines, False))))
+    except Exception:  # No promise of torch's: another version may tell it otherwise.
         return ()
 
 
-def calls(entries: Iterable[Mapping[str, Any]]) -> list[Queued]:
+def calls(kept: Mapping[str, Any]) -> list[Queued]:
     """The last calls of each group, of what the flight recorder keeps."""
     groups = defaultdict(list)
-    for entry in entries:
+    members = {name: group.get("ranks", "") for name, group in kept.get("pg_config", {}).items()}
+    for entry in kept.get("entries", []):
         if not entry["is_p2p"]:
-            groups[entry["process_group"][0]].append(entry)
+            name = entry["process_group"][0]
+            groups[f"{name} of {members.get(name, '')}"].append(entry)  # Several may have one name.
     return [queued for group, found in groups.items() for queued in _of_group(group, found)]
 
 

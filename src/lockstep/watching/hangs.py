@@ -121,7 +121,8 @@ class Hangs:
     def _compose(self, beat: int, answers: int) -> State:
         """For the post's thread: the last look, stamped."""
         clock_s, time_s = time.monotonic(), time.time()
-        return dataclasses.replace(self._latest, beat=beat, answers=answers, clock_s=clock_s, time_s=time_s)
+        told = dataclasses.replace(self._latest, beat=beat, answers=answers, clock_s=clock_s, time_s=time_s)
+        return told if answers else dataclasses.replace(told, queued=())  # Too much for every beat of everybody.
 
     def _watch(self, now: float) -> None:
         """Answer a call; call if this worker has waited for too long; write the report if it is this worker's."""

@@ -58,11 +58,14 @@ class NormGauge:
             grads = bucket.flat_grads if len(bucket.lanes) == 1 else bucket.lanes[:, :end].sum(0)
             self._own.append(_squared(grads))
 
-    def see_rows(self, step: int, own: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+    def is_due(self, step: int) -> bool:
         """See Gauge."""
-        if _is_due(step):
-            self._own += map(_squared, own)
-            self._apart += map(_squared, sums)
+        return _is_due(step)
+
+    def see_rows(self, own: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """See Gauge."""
+        self._own += map(_squared, own)
+        self._apart += map(_squared, sums)
 
     def see_sums(self, step: int, buckets: Sequence[Bucket]) -> None:
         """See Gauge."""
