@@ -62,12 +62,18 @@ def read(*, with_lines: bool) -> tuple[Queued, ...]:
 def calls(kept: Mapping[str, Any]) -> list[Queued]:
     """The last calls of each group, of what the flight recorder keeps."""
     groups = defaultdict(list)
-    members = {name: group.get("ranks", "") for name, group in kept.get("pg_config", {}).items()}
+    members = _members(kept.get("pg_config"))
     for entry in kept.get("entries", []):
         if not entry["is_p2p"]:
             name = entry["process_group"][0]
             groups[f"{name} of {members.get(name, '')}"].append(entry)  # Several may have one name.
     return [queued for group, found in groups.items() for queued in _of_group(group, found)]
+
+
+def _members(groups: Any) -> dict[str, str]:
+    """The ranks in each group, by its name."""
+    known = groups.items() if isinstance(groups, dict) else ()
+    return {name: str(group.get("ranks", "")) for name, group in known if isinstance(group, dict)}
 
 
 def precedent(history: Sequence[Queued]) -> Queued | None:
