@@ -193,9 +193,14 @@ def _shared_state(world: World, model: _Model, asked: Asked) -> SharedState:
         model.params,
         trained=range(len(model.params)) if all_trained else wrapping.trained_anywhere(world, model.params),
         sparse_params=frozenset() if all_trained else wrapping.sparse_params(model.module, model.params),
-        rows=None if all_trained or asked.wire is not None else Rows(model.module, model.params, world),
+        rows=Rows(model.module, model.params, world) if _has_rows(model, asked) and not all_trained else None,
         buffers=buffers,
     )
+
+
+def _has_rows(model: _Model, asked: Asked) -> bool:
+    """Whether embeddings may travel apart from buckets: a wire is to see all, and a GPU's host cannot know the rows."""
+    return asked.wire is None and model.device.type == "cpu"
 
 
 def _buckets(shared: SharedState, placement: Placement, grain: Granularity) -> Buckets:
