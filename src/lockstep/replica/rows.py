@@ -46,8 +46,6 @@ LEAST_BYTES = 1 << 20
 """Smaller tables are not worth it."""
 MOST_SHARE = 4
 """A table travels as rows if all workers together touch at most one in so many of its rows."""
-
-
 NUM_PROBES = 64
 """In so many places, evenly spaced, a gradient is looked at for rows that should not be there."""
 _FORWARD = nn.Embedding.forward
@@ -74,7 +72,7 @@ class Rows:
 
     def unknown(self) -> set[int]:
         """Those that should travel as rows, and have a gradient here that cannot."""
-        return {index for index in self.active if self._tables[index].rows() is None}
+        return {index for index in self.active if not self._tables[index].is_known()}
 
     def retire(self, indices: Iterable[int]) -> set[int]:
         """Let these travel as rows no more, on any worker; returns those for which this worker has a gradient."""
@@ -102,11 +100,11 @@ class Rows:
     ) -> None:
         """Add everybody's rows up in the gradients of `indices`; called by all workers for the same ones.
 
-        A worker that is not active has none, and keeps its gradients. `see` is told what this worker sent, and sums.
+        None of them is `unknown`. A worker that is not active has no rows, and keeps its gradients. `see` is told what
+        this worker sent, and sums.
         """
         tables = [self._tables[index] for index in indices]
-        mine = [table.rows() if is_active else None for table in tables]
-        own = [table.nowhere if rows is None else rows for table, rows in zip(tables, mine, strict=True)]
+        own = [table.known_rows() if is_active else table.nowhere for table in tables]
         counts = torch.zeros(world.size, len(tables), dtype=torch.int64)
         if not (isinstance(factor, float) and factor == 0.0):  # A part without samples counts nothing.
             counts[world.rank] = torch.tensor([len(rows) for rows in own])
@@ -203,18 +201,23 @@ class Table:
         """Whether the last gradient's rows are known, and few."""
         return self._rows is not None and len(self._rows) <= self._most
 
-    def rows(self) -> Tensor | None:
-        """Rows outside of which the gradient is zero, in order; None if that is not known, or they are too many."""
+    def is_known(self) -> bool:
+        """Whether the gradient, if there is one, is known to be zero outside of rows that are few. Looks at it."""
         grad = self.param.grad
         if grad is None:
-            return self.nowhere
+            return True
         if self._rows is None or len(self._rows) > 2 * self._most:
-            return None
+            return False
         spacing = self._spacing
-        if self._is_sum:  # Between passes the script may have written to it: every row is looked at, once.
+        if self._is_sum:  # Between passes the script may have written to it: every row is looked at.
             self._known, self._is_sum, spacing = _Spot(grad), False, 1
-        if self._known is None or not self._known.is_of(grad) or not self._is_zero_beside(grad, spacing):
-            self.forget()
+        return self._known is not None and self._known.is_of(grad) and self._is_zero_beside(grad, spacing)
+
+    def known_rows(self) -> Tensor:
+        """Those rows, in order."""
+        if self.param.grad is None:
+            return self.nowhere
+        assert self._rows is not None, "only what is known travels as rows"
         return self._rows
 
     def _is_zero_beside(self, grad: Tensor, spacing: int) -> bool:
