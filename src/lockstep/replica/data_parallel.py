@@ -43,7 +43,8 @@ class DataParallel(nn.Module):
     broadcast_buffers, forward_sync_buffers: False leaves buffers alone between the steps.
     init_sync: False leaves the first weights and buffers as they are.
     process_group, device_mesh: reduce over these workers instead of all.
-    bucket_cap_mb: the size of a bucket; 25 if not given. `bucket_cap_mb_list`: its last entry counts.
+    bucket_cap_mb: the size of a bucket; if not given 25, and on GPUs growing to 100. `bucket_cap_mb_list`: its last
+        entry counts.
     mixed_precision: torch's own experiment, as there; `torch.autocast` is the better tool.
 
     Unnecessary here, accepted and without effect: `find_unused_parameters`, `static_graph`,

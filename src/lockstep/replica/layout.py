@@ -27,6 +27,7 @@ LARGE_BUCKET_BYTES = 100 << 20
 GROWTH = 4
 """There a bucket is at most so many times as large as the one before it."""
 HALF_OF_REST = 2
+"""What is left shrinks there by halves, within a host: few messages more, and the last one is small."""
 
 EXACT_COUNTERS = (torch.float32, torch.float64)
 """Dtypes in which sums of marks and weights over the workers lose nothing that matters."""

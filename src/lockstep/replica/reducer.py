@@ -109,6 +109,7 @@ class Reducer:
         if self._rows is not None:  # A hook is to see all gradients.
             self._buckets.make_room_for(self._rows.active)
             self._rows.retire(self._rows.active)
+            self._rows.adopt(())
             self._rows = None
 
     def forget(self) -> None:

@@ -179,9 +179,8 @@ class Table:
 
     def _arrived(self, param: Tensor) -> None:
         incoming, self._incoming = self._incoming, None
-        grad = param.grad
-        assert grad is not None
-        if incoming is None or not self._is_alone() or not _has_address(grad):
+        grad = param.grad  # None where a hook of the script's own has used it up.
+        if incoming is None or grad is None or not self._is_alone() or not _has_address(grad):
             self.forget()
         elif incoming.is_in(grad):
             self._known, self._rows, self._is_sum = _Spot(grad), incoming.rows, False

@@ -99,8 +99,9 @@ def _other_callers(difference: Mapping[int, Queued], states: list[State]) -> tup
         callers[call.what].append(rank)
     largest = max(callers.values(), key=len)
     if 2 * len(largest) <= len(difference):
-        some = next(iter(difference.values()))
-        history = [call for call in states[0].queued if call.group == some.group and call.number < some.number]
+        rank, some = next(iter(difference.items()))
+        queued = next(state.queued for state in states if state.rank == rank)
+        history = [call for call in queued if call.group == some.group and call.number < some.number]
         expected = hang_queue.precedent(history)
         largest = callers.get(expected.what, []) if expected is not None else []
     return tuple(sorted(set(difference) - set(largest)))
