@@ -44,6 +44,12 @@ def ours(hook: Hook) -> Hook:
     return hook
 
 
+def is_only_ours(param: Any) -> bool:
+    """Whether no hook on the parameter but Lockstep's own can see its gradient, or change it."""
+    hooks = [*(param._backward_hooks or {}).values(), *(param._post_accumulate_grad_hooks or {}).values()]
+    return all(getattr(hook, "is_ours", False) for hook in hooks)
+
+
 def _report(index: int, param: Tensor, receiver: Receiver) -> None:
     # Weak, so that a module can be wrapped anew: the hook of a wrapper that is gone does nothing.
     reference = weakref.ref(receiver)

@@ -24,6 +24,7 @@ from lockstep.replica.choosing import coded_by
 from lockstep.replica.coded import Coded, require_wire
 from lockstep.replica.holding import Holding, MasterHolding, PartHolding
 from lockstep.replica.layout import Granularity
+from lockstep.replica.lending import lend_to_layers
 from lockstep.replica.meta import Materials, has_meta
 from lockstep.replica.notes import tail_numel
 from lockstep.replica.placement import Placement, Whole
@@ -146,6 +147,8 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
     reducer = Reducer(world, shared, _buckets(shared, placement, grain), placement, group=group, partials=partials)
     if zero is not None:
         zero.take_over(model.params)
+    if partials is None:
+        lend_to_layers(model.module, model.params, reducer)
     shared.buffers.see()
     return Parts(reducer, coded, zero, PartHolding(zero) if zero is not None else Holding())
 

@@ -1,5 +1,6 @@
 """A flat buffer of gradients that travels as one message, and its life within a step.
 
+    lend     a slot's gradient is about to be computed in the slot itself, and scaled
     put      a gradient arrived: scale it into its slot (the one copy from autograd), for good or on top; a small one
              waits for the others, since a copy by itself would cost many times what its bytes do
     launch   hand the buffer to the backend
@@ -96,6 +97,16 @@ class Bucket:
         elif not _is(factor, 1.0):
             torch._foreach_mul_(views, factor)
 
+    def lend(self, slot: int) -> Tensor:
+        """Where to compute the gradient of a slot that has none yet, times the factor."""
+        self._lent.add(slot)
+        view = self.views[slot]
+        return view.as_strided(view.size(), view.stride(), view.storage_offset())
+
+    def can_lend(self, slot: int) -> bool:
+        """Whether the slot is free, and large enough to be worth it."""
+        return not (self.is_launched or self.waits[slot] or self._filled[slot] or slot in self._lent)
+
     def put(self, slot: int, param: Tensor, factor: Factor) -> None:
         """Move `param.grad`, times `factor`, into its slot; the gradient is whole again after the step."""
         grad = param.grad
@@ -106,6 +117,12 @@ class Bucket:
                 return  # It was added to the first.
             assert grad is not None
             view.add_(_dense(grad).to(view.dtype) * factor)
+        elif slot in self._lent and grad is not None:
+            if not _lies_in(grad, view):
+                self.mixed.add(slot)
+                return  # More of it may come.
+            self._filled[slot] = True
+            self.num_missing -= 1
         else:
             self._filled[slot] = True
             self.num_missing -= 1
@@ -114,13 +131,24 @@ class Bucket:
 
     def has(self, slot: int) -> bool:
         """Whether the slot's gradient has arrived in this step."""
-        return self._filled[slot]
+        return self._filled[slot] or slot in self.mixed
 
     def fill_missing(self, factor: Factor) -> None:
         """Put what there is (nothing, or what earlier passes left) into the slots whose gradient did not come."""
         for slot, param in enumerate(self.params):
-            if not self._filled[slot]:
+            if slot in self.mixed:
+                self._put_right(slot, param, factor)
+            elif not self._filled[slot]:
                 _scale_into(self.views[slot], param.grad, factor)
+
+    @torch.no_grad()
+    def _put_right(self, slot: int, param: Tensor, factor: Factor) -> None:
+        """All of a gradient has come, in parts: what was computed in the slot is scaled in both, the rest in none."""
+        if param.grad is None:
+            self.views[slot].zero_()
+        else:
+            self.views[slot].mul_(1.0 - factor).add_(_dense(param.grad) * factor)
+        param.grad = None
 
     def launch(self, send: Launch) -> None:
         """Hand the buffer to the backend."""
@@ -135,6 +163,9 @@ class Bucket:
         """Whether the reduction is over and this worker has what it keeps of it."""
         self.work = None
         self._filled = [False] * len(self.plan.slots)
+        self._lent: set[int] = set()
+        self.mixed: set[int] = set()
+        """Slots that were lent, and whose gradient is not just what was computed there."""
         self._waiting: list[int] = []
 
     # What a communication hook sees: the names of torch's GradBucket.
@@ -191,6 +222,10 @@ def is_dense(param: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def _lies_in(grad: Tensor, view: Tensor) -> bool:
+    return grad.layout is torch.strided and grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
 
 
 def _scale_into(view: Tensor, grad: Tensor | None, factor: Factor) -> None:

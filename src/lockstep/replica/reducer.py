@@ -29,6 +29,7 @@ from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
 from lockstep.replica.gauge import Gauge
 from lockstep.replica.hook import CommHook
+from lockstep.replica.lending import is_power_of_two
 from lockstep.replica.notes import Notes
 from lockstep.replica.partials import Partials
 from lockstep.replica.pass_edges import PassEnd
@@ -87,6 +88,8 @@ class Reducer:
         """Parameters whose gradients were accumulated here and are in no bucket yet."""
         self._extra: set[int] = set()
         """Parameters whose gradients no bucket of this step can take."""
+        self._mixed: set[int] = set()
+        """Parameters whose slots are not lent any more: see lending.py."""
         self._is_heard = False
         """Whether somebody listens to this pass."""
         self._spent_ns = 0
@@ -193,6 +196,23 @@ class Reducer:
         if begun_ns:
             self._spent_ns += time.perf_counter_ns() - begun_ns
 
+    def lend(self, index: int, param: Tensor) -> tuple[Tensor, float] | None:
+        """Where the gradient of parameter `index` can be computed now, and the factor for it; None if nowhere.
+
+        Called inside the backward pass, before that gradient arrives.
+        """
+        factor = self.weighing.factor
+        is_sending = self._armed is not None and self._armed() is not None and self._observed is None
+        if not is_sending or param.grad is not None or not is_power_of_two(factor):
+            return None
+        place = self._buckets.places[index]
+        if place is None or index in self._buckets.deferred or index in self._mixed:
+            return None
+        bucket, slot = place
+        if bucket.views[slot].dtype is not param.dtype or not bucket.can_lend(slot) or not self._is_vacant(bucket):
+            return None
+        return bucket.lend(slot), factor
+
     def _is_in_rows(self, index: int) -> bool:
         return self._rows is not None and index in self._rows.active
 
@@ -215,6 +235,13 @@ class Reducer:
             return False
         self._traffic.settle(before, self.step)
         return True
+
+    def _is_vacant(self, bucket: Bucket) -> bool:
+        """The same, without waiting."""
+        before = bucket.previous
+        if before is not None and before.is_launched and not before.is_settled and not before.work.is_completed():
+            return False
+        return self._vacate(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
         self._num_launched += 1
@@ -340,6 +367,7 @@ class Reducer:
 
     def _reset(self) -> None:
         for bucket in self._buckets.all:
+            self._mixed.update(bucket.indices[slot] for slot in bucket.mixed)
             bucket.reset()
         self._num_launched = 0
         self._spent_ns = 0

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.replica.arrivals import ours
+from lockstep.replica.arrivals import is_only_ours, ours
 from lockstep.replica.bucket import Factor
 from lockstep.replica.layout import ALIGNMENT_BYTES
 from lockstep.world import World
@@ -180,7 +180,7 @@ class Table:
     def _arrived(self, param: Tensor) -> None:
         incoming, self._incoming = self._incoming, None
         grad = param.grad  # None where a hook of the script's own has used it up.
-        if incoming is None or grad is None or not self._is_alone() or not _has_address(grad):
+        if incoming is None or grad is None or not is_only_ours(self.param) or not _has_address(grad):
             self.forget()
         elif incoming.is_in(grad):
             self._known, self._rows, self._is_sum = _Spot(grad), incoming.rows, False
@@ -188,12 +188,6 @@ class Table:
             self._rows, self._is_sum = torch.unique(torch.cat([self._rows, incoming.rows])), True
         else:
             self.forget()
-
-    def _is_alone(self) -> bool:
-        """Whether no hook on the parameter but Lockstep's own can have changed the gradient."""
-        param: Any = self.param
-        hooks = [*(param._backward_hooks or {}).values(), *(param._post_accumulate_grad_hooks or {}).values()]
-        return all(getattr(hook, "is_ours", False) for hook in hooks)
 
     @property
     def has_few_rows(self) -> bool:

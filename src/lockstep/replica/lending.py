@@ -1,0 +1,176 @@
+"""Linear layers compute the gradient of a large weight where it is to travel from: in its slot, which is lent to them.
+
+Else autograd computes it in memory of its own, and every byte is copied. The layer's `forward` is replaced, on the
+module itself, by one that gives the same bits, and whose backward asks the reducer for the slot:
+
+    lend      the slot is free, and this pass is the one that sends: the product is computed there, and scaled by what
+              gradients are to be multiplied by before they are added, in the same call
+    taken     torch makes it `param.grad` as it is: nothing is left to do when it arrives
+    mixed     what arrives is something else, since the weight was used otherwise too: a sum of what was computed in
+              the slot, scaled, and of the rest, which is not. It is put right at the end of the pass, when all of it
+              has come (see `Bucket.fill_missing`), and that slot is not lent again
+
+So what is lent need not be certain to come back alone. It is not lent where others could see it, and wonder: to
+`torch.autograd.grad`, under `create_graph`, with hooks on the parameter. Each worker decides for itself, since what is
+in the slot in the end is the same. The scale must be a power of two, so that scaling first or last gives the same bits.
+
+On CPUs only: on a GPU a copy costs next to nothing. Calls that are anything but a plain product (autocast, functional
+transforms, tracing, other dtypes) go to torch's own forward.
+"""
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from lockstep.replica.arrivals import is_only_ours
+
+LEAST_BYTES = 512 << 10
+"""Smaller weights are copied: a call of `_Product` takes 20 us more than torch's own, as a copy of 256 KB does."""
+_FORWARD = nn.Linear.forward
+
+_will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
+
+
+class Lender(Protocol):
+    """Who has slots."""
+
+    def lend(self, index: int, param: Tensor) -> tuple[Tensor, float] | None:
+        """The slot of parameter `index` and what its gradient is to be multiplied by; None if it cannot be had now."""
+
+
+def lend_to_layers(module: nn.Module, params: Sequence[Tensor], lender: Lender) -> None:
+    """Let the linear layers of `module` use the slots of `lender`, as long as it lives."""
+    if _will_run is None:
+        return
+    numbers = {id(param): index for index, param in enumerate(params)}
+    users: dict[int, int] = {}
+    for layer in module.modules():
+        for param in layer._parameters.values():
+            users[id(param)] = users.get(id(param), 0) + 1
+    for layer in module.modules():
+        if type(layer) is nn.Linear and users[id(layer.weight)] == 1 and _is_worth_it(layer.weight):
+            _replace_forward(layer, numbers[id(layer.weight)], lender)
+
+
+def _is_worth_it(weight: Tensor) -> bool:
+    return (
+        type(weight) is nn.Parameter
+        and weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.float64)
+        and weight.is_contiguous()
+        and weight.numel() * weight.itemsize >= LEAST_BYTES
+    )
+
+
+def _replace_forward(layer: nn.Linear, index: int, lender: Lender) -> None:
+    if not isinstance(vars(layer).get("forward"), Forward | None):
+        return  # Somebody else's.
+    forward = Forward(layer, index, lender)
+    layer.forward = forward  # type: ignore[method-assign]
+    reference = weakref.ref(layer)
+
+    def give_back() -> None:
+        alive = reference()
+        if alive is not None and vars(alive).get("forward") is forward:
+            del alive.forward
+
+    weakref.finalize(lender, give_back).atexit = False
+
+
+class Forward:
+    """Stands in for the forward of one linear layer. A copy of the module, or one that was saved, has torch's own."""
+
+    def __init__(self, layer: nn.Linear, index: int, lender: Lender) -> None:
+        self._layer = weakref.ref(layer)
+        self._weight = layer.weight
+        self._index = index
+        self._lender = weakref.ref(lender)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What torch's own forward returns."""
+        layer = self._layer()
+        assert layer is not None, "a forward is called by its layer"
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not self._is_plain(layer, args[0]):
+            return _FORWARD(layer, *args, **kwargs)
+        output: Tensor = _Product.apply(args[0], self._weight, layer.bias, self)
+        return output
+
+    def _is_plain(self, layer: nn.Linear, features: Any) -> bool:
+        return (
+            type(features) is Tensor
+            and torch.is_grad_enabled()
+            and self._lender() is not None
+            and layer.weight is self._weight
+            and type(layer) is nn.Linear
+            and nn.Linear.forward is _FORWARD
+            and features.dtype is self._weight.dtype
+            and features.device.type == "cpu"
+            and features.layout is torch.strided
+            and features.dim() >= 2
+            and features.is_contiguous()
+            and not torch.is_autocast_enabled("cpu")
+            and not torch._C._functorch.is_functorch_wrapped_tensor(features)
+            and not torch._C._get_tracing_state()
+            and forward_ad._current_level < 0
+        )
+
+    def borrow(self, accumulate: Any) -> tuple[Tensor, float] | None:
+        """The weight's slot and the scale for the backward pass that runs, in which `accumulate` is the next node."""
+        lender = self._lender()
+        if lender is None or torch.is_grad_enabled() or not is_only_ours(self._weight):
+            return None
+        if getattr(accumulate, "variable", None) is not self._weight or not _is_accumulated(accumulate):
+            return None
+        return lender.lend(self._index, self._weight)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._layer(), "forward")
+
+
+class _Product(torch.autograd.Function):
+    """`functional.linear` of what is contiguous, by the same products."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, forward: Forward) -> Tensor:
+        ctx.save_for_backward(features, weight)
+        ctx.borrow = forward.borrow
+        return functional.linear(features, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        features, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        of_features, of_weight, of_bias, _ = ctx.needs_input_grad
+        return (
+            grad.mm(weight).view(features.shape) if of_features else None,
+            _weight_grad(grad, features.reshape(-1, features.shape[-1]), ctx) if of_weight else None,
+            grad.sum(0) if of_bias else None,
+            None,
+        )
+
+
+def _weight_grad(grad: Tensor, features: Tensor, ctx: Any) -> Tensor:
+    lent = ctx.borrow(ctx.next_functions[1][0])
+    if lent is None:
+        return grad.t().mm(features)
+    slot, scale = lent
+    return torch.addmm(slot, grad.t(), features, beta=0, alpha=scale, out=slot)
+
+
+def _is_accumulated(accumulate: Any) -> bool:
+    """Whether the backward pass that runs adds to `param.grad`."""
+    try:
+        return bool(_will_run(accumulate))
+    except RuntimeError:  # So torch says that this is `torch.autograd.grad`.
+        return False
+
+
+def is_power_of_two(scale: object) -> TypeGuard[float]:
+    """Whether it makes no difference to any bit when gradients are multiplied by this."""
+    return isinstance(scale, float) and math.frexp(scale)[0] == 0.5

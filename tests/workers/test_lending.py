@@ -1,0 +1,210 @@
+"""Linear layers that compute gradients in their slots: the same bits as when they are copied, whatever is done."""
+
+import contextlib
+import copy
+import gc
+import hashlib
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.replica import lending
+
+STEPS, CHANGES_AT = 5, 3
+NEVER = 1 << 40
+
+LENT = [
+    "plain", "three_dims", "no_bias", "small_buckets", "checkpointed", "recomputed", "gradient_asked_for",
+    "accumulated", "zero1", "zero2", "zero3", "hook", "half", "nested",
+]  # fmt: skip
+"""Ways to train in which slots are lent to the end."""
+COPIED = ["weighted", "zeroed_in_place", "never_zeroed", "hooked", "hooked_after", "autocast", "penalised"]
+"""Ways in which nothing can be lent, at least in the last step."""
+PARTLY_LENT = ["frozen", "transposed"]
+"""Ways in which one of the two is lent."""
+MIXED = ["twice", "regularised", "functional"]
+"""Ways in which a weight is found to be used otherwise too, from step 3 on."""
+
+
+class Net(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.first = nn.Linear(64, 128, bias=way != "no_bias")
+        self.second = nn.Linear(128, 64, bias=way != "no_bias")
+        self.head = nn.Linear(64, 2)
+        self.way, self.is_changed = way, False
+
+    def forward(self, x):
+        way = self.way
+        if way == "transposed":
+            x = x.t().contiguous().t()
+        if way == "three_dims":
+            x = x.view(2, -1, 64)
+        if way in ("checkpointed", "recomputed"):
+            hidden = checkpoint(self.both, x.requires_grad_(), use_reentrant=way == "recomputed")
+        else:
+            hidden = self.both(x)
+        if self.is_changed and way == "twice":
+            hidden = self.both(hidden)
+        if self.is_changed and way == "functional":
+            hidden = nn.functional.linear(nn.functional.linear(hidden, self.first.weight), self.second.weight)
+        if self.is_changed and way == "nested":
+            hidden = checkpoint(self.both, hidden, use_reentrant=True)
+        return self.head(hidden).square().mean()
+
+    def both(self, x):
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+def train(world, way, least_bytes):
+    """Train in one way; returns the weights, and how many slots were lent in each step."""
+    before, lending.LEAST_BYTES = lending.LEAST_BYTES, least_bytes
+    try:
+        return _train(world, way)
+    finally:
+        lending.LEAST_BYTES = before
+
+
+def _train(world, way):
+    torch.manual_seed(1)
+    net = Net(way)
+    net.first.weight.requires_grad_(way != "frozen")
+    if way == "hooked_after":
+        net.first.weight.register_post_accumulate_grad_hook(double)
+        net.second.weight.register_post_accumulate_grad_hook(double)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    stage = int(way[-1]) if way.startswith("zero") and way[-1].isdigit() else 0
+    split = {"optimizer": optimizer, "zero": stage} if stage else {}
+    wire = lockstep.wire.Half("fp16") if way == "half" else None
+    model = lockstep.DataParallel(net, bucket_cap_mb=0.001 if way == "small_buckets" else 0.1, wire=wire, **split)
+    if way == "hook":
+        model.register_comm_hook(None, halve_and_double)
+    elif way == "hooked":
+        net.first.weight.register_hook(lambda grad: grad * 2)
+        net.second.weight.register_hook(lambda grad: grad * 2)
+    lent = count_loans(model._reducer)
+    generator = torch.Generator().manual_seed(world.rank)
+    num_lent = []
+    for step in range(STEPS):
+        net.is_changed = step >= CHANGES_AT
+        if way != "never_zeroed":
+            optimizer.zero_grad(set_to_none=way != "zeroed_in_place")
+        x = torch.randn(32, 64, generator=generator)
+        if way == "accumulated":
+            with model.no_sync():
+                model(torch.randn(32, 64, generator=generator)).backward()
+            if step == STEPS - 1:
+                optimizer.zero_grad()  # Else what was accumulated has its own memory, and nothing is lent.
+        with torch.autocast("cpu", torch.float16) if way == "autocast" else contextlib.nullcontext():
+            loss = model(x)
+        if net.is_changed and way == "regularised":
+            loss = loss + 1e-2 * (net.first.weight.square().sum() + net.second.weight.square().sum())
+        if way == "gradient_asked_for":
+            kept = torch.autograd.grad(loss, net.second.weight, retain_graph=True)[0]
+            copied = kept.clone()
+        if way == "penalised":
+            loss.backward(create_graph=True)
+            for param in net.parameters():
+                param.grad = param.grad.detach()
+        elif way == "weighted":
+            lockstep.backward(loss, weight=world.rank + 1)
+        else:
+            loss.backward()
+        if way == "gradient_asked_for":
+            assert torch.equal(kept, copied)
+        num_lent.append(len(lent))
+        lent.clear()
+        optimizer.step()
+    return [param.detach().clone() for param in net.parameters()], num_lent
+
+
+def count_loans(reducer):
+    """A list that grows with every slot that is lent."""
+    lent, lend = [], reducer.lend
+
+    def counted(index, param):
+        loan = lend(index, param)
+        if loan is not None:
+            lent.append(index)
+        return loan
+
+    reducer.lend = counted
+    return lent
+
+
+def double(param):
+    param.grad.mul_(2)
+
+
+def halve_and_double(state, bucket):
+    work = torch.distributed.all_reduce(bucket.buffer().mul_(0.5), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0].mul_(2).div_(torch.distributed.get_world_size()))
+
+
+def digest(weights):
+    return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).hexdigest()
+
+
+@pytest.mark.parametrize("way", [*LENT, *PARTLY_LENT, *COPIED])
+def test_gradients_computed_in_their_slots_have_the_same_bits(started_pool, way):
+    for workers in (2, 4):
+        lent = started_pool.run(workers, train, way, 1 << 10)
+        copied = started_pool.run(workers, train, way, NEVER)
+        assert digest(lent[0][0]) == digest(copied[0][0])
+        assert len({digest(weights) for weights, _ in lent}) == 1 or way.startswith("zero")
+        assert all(num_lent == [0] * STEPS for _, num_lent in copied)
+        for _, num_lent in lent:
+            assert num_lent[0] == 0, "the first step shows the order of gradients"
+            assert num_lent[-1] == 2 - (way in PARTLY_LENT) - 2 * (way in COPIED)
+
+
+@pytest.mark.parametrize("way", MIXED)
+def test_a_weight_that_is_used_otherwise_too_is_not_lent_again(started_pool, way):
+    lent = started_pool.run(2, train, way, 1 << 10)
+    copied = started_pool.run(2, train, way, NEVER)
+    assert digest(lent[0][0]) == digest(lent[1][0])
+    for one, other in zip(lent[0][0], copied[0][0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert [num_lent for _, num_lent in lent] == [[0, 2, 2, 2, 0]] * 2
+
+
+def test_nothing_is_lent_where_the_scale_is_no_power_of_two(started_pool):
+    lent = started_pool.run(3, train, "plain", 1 << 10)
+    assert digest(lent[0][0]) == digest(started_pool.run(3, train, "plain", NEVER)[0][0])
+    assert lent[0][1] == [0] * STEPS
+
+
+def leave(world):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+    x = torch.randn(4, 512)
+    expected = net(x)
+    model = lockstep.DataParallel(net)
+    assert "forward" in vars(net[0])
+    assert torch.equal(net(x), expected)
+    assert torch.equal(net[0](input=x), nn.functional.linear(x, net[0].weight, net[0].bias))
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), copy.deepcopy(copy.deepcopy(net))):
+        nn.init.zeros_(other[2].weight)
+        assert torch.equal(other(x), other[2].bias.expand(4, -1))
+        assert torch.equal(net(x), expected)
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), expected)
+    swapped = {name: torch.zeros_like(param) for name, param in net.named_parameters()}
+    assert not torch.func.functional_call(net, swapped, (x,)).any()
+    assert torch.equal(torch.vmap(net)(x), torch.vmap(copy.deepcopy(net))(x))
+    jacobian = torch.func.jacfwd(net)(x[0])
+    torch.testing.assert_close(jacobian, torch.func.jacrev(net)(x[0]))
+    del model
+    gc.collect()
+    assert "forward" not in vars(net[0])
+    net[0].forward = lambda x: x
+    lockstep.DataParallel(net)
+    assert torch.equal(net[0](x), x), "a forward of the script's own stays"
+
+
+def test_the_module_stays_what_it_is(started_pool):
+    started_pool.run(2, leave, timeout=120)
