@@ -2,14 +2,14 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
-from lockstep.world import World
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -26,16 +26,23 @@ class Arrivals:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
-        self._hooked: set[int] = set()
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._silent: frozenset[int] = frozenset()
 
     def report_to(self, receiver: Receiver) -> None:
-        """Tell `receiver` of the gradients of all parameters that need one by now."""
-        if len(self._hooked) == len(self._params):
+        """Tell `receiver` of the gradients of all parameters that need one by now, but for silent ones."""
+        if len(self._hooks) + len(self._silent) == len(self._params):
             return
         for index, param in enumerate(self._params):
-            if param.requires_grad and index not in self._hooked:
-                self._hooked.add(index)
-                _report(index, param, receiver)
+            if param.requires_grad and index not in self._hooks and index not in self._silent:
+                self._hooks[index] = _report(index, param, receiver)
+
+    def silence(self, indices: Iterable[int], receiver: Receiver) -> None:
+        """Tell `receiver` of all gradients but of these from now on."""
+        self._silent = frozenset(indices)
+        for index in self._silent & self._hooks.keys():
+            self._hooks.pop(index).remove()
+        self.report_to(receiver)
 
 
 def ours(hook: Hook) -> Hook:
@@ -50,7 +57,7 @@ def is_only_ours(param: Any) -> bool:
     return all(getattr(hook, "is_ours", False) for hook in hooks)
 
 
-def _report(index: int, param: Tensor, receiver: Receiver) -> None:
+def _report(index: int, param: Tensor, receiver: Receiver) -> RemovableHandle:
     # Weak, so that a module can be wrapped anew: the hook of a wrapper that is gone does nothing.
     reference = weakref.ref(receiver)
 
@@ -59,7 +66,8 @@ def _report(index: int, param: Tensor, receiver: Receiver) -> None:
         if (alive := reference()) is not None:
             alive.arrive(index, param)
 
-    param.register_post_accumulate_grad_hook(arrived)
+    hook: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)
+    return hook
 
 
 def missing(places: Sequence[tuple[Bucket, int] | None], touched: Set[int]) -> list[int]:
@@ -71,12 +79,11 @@ def missing(places: Sequence[tuple[Bucket, int] | None], touched: Set[int]) -> l
     ]
 
 
-def learn_order(world: World, buckets: Buckets, observed: Sequence[int], *, has_one_order: bool) -> None:
-    """After the first step: expect gradients in the order in which worker 0 saw them.
+def learn_order(buckets: Buckets, observed: Sequence[int], *, has_one_order: bool) -> None:
+    """After the first step: expect gradients in the order in which worker 0 saw them, which all know by now.
 
     Where all is added in one order, those that came in portions are sent at the end of a pass from now on.
     """
-    observed = world.broadcast(observed)
     buckets.expect(observed)
     in_portions = [index for index, count in Counter(observed).items() if count > 1]
     if has_one_order and in_portions:

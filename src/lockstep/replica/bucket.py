@@ -47,6 +47,7 @@ class Bucket:
         self.views = [_view(self.flat, slot.offset, slot.numel, param) for slot, param in self._pairs()]
         self.waits = [slot.numel * self.flat.element_size() <= SMALL_BYTES for slot in plan.slots]
         """Whether a slot's gradient is copied with those of the others."""
+        self._silent: Sequence[int] = ()
         self.previous: Bucket | None = None
         """The bucket that uses the same memory before this one in every pass."""
         self.work: Any = None
@@ -65,12 +66,48 @@ class Bucket:
         """Bytes in the message."""
         return self.flat.numel() * self.flat.element_size()
 
+    def silence(self, slots: Sequence[int]) -> None:
+        """From now on nobody says that the gradients of these have arrived: they are looked for once all others have.
+
+        They are to be small, and to have no gradient when a pass begins.
+        """
+        self._silent = slots
+        self.reset()
+
+    def is_ready(self) -> bool:
+        """Whether all gradients have arrived."""
+        if self.num_missing and not self._num_awaited:
+            self.take_silent()
+        return not self.num_missing
+
+    def take_silent(self) -> bool:
+        """Note those gradients that have arrived without a word; returns whether there were any."""
+        found = [slot for slot in self._silent if not self._filled[slot] and self.params[slot].grad is not None]
+        for slot in found:
+            self._filled[slot] = True
+        self.num_missing -= len(found)
+        self._waiting += found
+        return bool(found)
+
+    def late(self) -> list[int]:
+        """Numbers of parameters of which more has come, without a word, after the bucket has left."""
+        return [self.indices[slot] for slot in self._silent if self.params[slot].grad is not None]
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether all gradients have come of which somebody was to say so, and others have not."""
+        return self.num_missing > 0 and not self._num_awaited
+
     def put_later(self, slot: int) -> None:
         """Note that a gradient has arrived that is small, or while another bucket is still in this one's memory."""
         if not self._filled[slot]:
-            self._filled[slot] = True
-            self.num_missing -= 1
+            self._arrived(slot)
             self._waiting.append(slot)
+
+    def _arrived(self, slot: int) -> None:
+        self._filled[slot] = True
+        self.num_missing -= 1
+        self._num_awaited -= 1
 
     def put_waiting(self, factor: Factor) -> None:
         """Move what had to wait into its slots, times `factor`."""
@@ -100,8 +137,7 @@ class Bucket:
     def lend(self, slot: int) -> Tensor:
         """Where to compute the gradient of a slot that has none yet, times the factor."""
         self._lent.add(slot)
-        view = self.views[slot]
-        return view.as_strided(view.size(), view.stride(), view.storage_offset())
+        return self.views[slot].detach()
 
     def can_lend(self, slot: int) -> bool:
         """Whether the slot is free, and large enough to be worth it."""
@@ -121,20 +157,21 @@ class Bucket:
             if not _lies_in(grad, view):
                 self.mixed.add(slot)
                 return  # More of it may come.
-            self._filled[slot] = True
-            self.num_missing -= 1
+            self._arrived(slot)
         else:
-            self._filled[slot] = True
-            self.num_missing -= 1
+            self._arrived(slot)
             _scale_into(view, grad, factor)
         param.grad = None
 
     def has(self, slot: int) -> bool:
         """Whether the slot's gradient has arrived in this step."""
-        return self._filled[slot] or slot in self.mixed
+        if self._filled[slot] or slot in self.mixed:
+            return True
+        return slot in self._silent and self.params[slot].grad is not None
 
     def fill_missing(self, factor: Factor) -> None:
         """Put what there is (nothing, or what earlier passes left) into the slots whose gradient did not come."""
+        self.take_silent()
         for slot, param in enumerate(self.params):
             if slot in self.mixed:
                 self._put_right(slot, param, factor)
@@ -158,6 +195,7 @@ class Bucket:
     def reset(self) -> None:
         """Ready for the next step."""
         self.num_missing = len(self.plan.slots)
+        self._num_awaited = self.num_missing - len(self._silent)
         self.is_launched = False
         self.is_settled = False
         """Whether the reduction is over and this worker has what it keeps of it."""

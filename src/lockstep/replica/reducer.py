@@ -35,6 +35,7 @@ from lockstep.replica.partials import Partials
 from lockstep.replica.pass_edges import PassEnd
 from lockstep.replica.placement import Placement
 from lockstep.replica.shared_state import SharedState
+from lockstep.replica.silent import Silent
 from lockstep.replica.sums import Sums
 from lockstep.replica.traffic import Traffic
 from lockstep.replica.weighing import Unweighed, Weighing
@@ -77,12 +78,15 @@ class Reducer:
         self._sums = Sums(
             world, shared, buckets, placement, self._traffic, self.weighing, self.attendance, self._has_one_order
         )
+        self._silent = Silent(self._arrivals, buckets, shared.params, is_over=partials is not None)
         self._prepare_buckets()
         # The pass in flight.
         self._syncs = True
         self._expects_pass = False
         self._armed: weakref.ref[PassEnd] | None = None
         self._has_arrived = False
+        self._is_disordered = False
+        """Whether a gradient came without a word when it was not expected."""
         self._num_launched = 0
         self._touched: set[int] = set()
         """Parameters whose gradients were accumulated here and are in no bucket yet."""
@@ -133,6 +137,8 @@ class Reducer:
         self._syncs = syncs
         self._expects_pass = True
         self.weighing.see_batch(self._world.weight)
+        if not syncs:
+            self._silent.end(self)
         self._arrivals.report_to(self)
 
     def _prepare_buckets(self) -> None:
@@ -140,6 +146,9 @@ class Reducer:
         if self._buckets.is_due:
             self._buckets.renew(tail_alone=self._traffic.has_hook)
             self._notes = Notes(self._world, self._buckets.closing, len(self._params), len(self._buffers))
+            self._silent.is_due = True
+        if self._silent.is_due:
+            self._silent.choose(self)
 
     # The backward pass: begin and arrive
 
@@ -153,6 +162,8 @@ class Reducer:
         if not self._syncs:
             return
         self._prepare_buckets()
+        if self._silent.found():
+            self._silent.end(self)
         self._placement.begin()
         self._placement.reduction.begin()
         end = PassEnd(self.finish)
@@ -170,7 +181,7 @@ class Reducer:
             self._touched.add(index)
             return
         if self._armed is None:
-            self.begin()
+            self._begin_late()
         self._has_arrived = True
         if self._observed is not None:
             self._observed.append(index)
@@ -189,12 +200,17 @@ class Reducer:
             bucket.put_later(slot)
         else:
             bucket.put(slot, param, self.weighing.factor)
-        if bucket.num_missing == 0:
+        if bucket.is_ready():
             if self._is_heard:
                 self._world.events.emit(Kind.FULL, self.step, bucket.place, bucket.num_bytes)
             self._launch_full()
         if begun_ns:
             self._spent_ns += time.perf_counter_ns() - begun_ns
+
+    def _begin_late(self) -> None:
+        """Nothing told of the pass before its gradients: those that came without a word count as having come."""
+        self._touched |= self._silent.found()
+        self.begin()
 
     def lend(self, index: int, param: Tensor) -> tuple[Tensor, float] | None:
         """Where the gradient of parameter `index` can be computed now, and the factor for it; None if nowhere.
@@ -222,7 +238,7 @@ class Reducer:
             return  # Gradients that come in portions show themselves in the first step.
         while self._num_launched < len(self._buckets.all) - 1:
             bucket = self._buckets.all[self._num_launched]
-            if bucket.num_missing:
+            if not bucket.is_ready():
                 return
             self._launch(bucket)
 
@@ -261,8 +277,8 @@ class Reducer:
     def finish(self) -> None:
         """The backward pass has ended: send the rest, wait, hand out. Called by the engine."""
         self._armed = None
-        if self._has_arrived:  # Else a pass that reached no parameter, as torch.autograd.grad for inputs.
-            self._finish()
+        if self._has_arrived or self._silent.found():
+            self._finish()  # Else the pass reached no parameter, as torch.autograd.grad for inputs.
 
     def finish_without_pass(self) -> None:
         """End a step in which this worker's last shard has no samples."""
@@ -275,6 +291,7 @@ class Reducer:
             self._traffic.tell_arrivals(self._buckets.all[: self._num_launched], self.step)
             self._world.events.emit(Kind.WAITING, self.step, spent_ns=self._spent_ns)
         try:
+            self._look_for_late_ones()
             for bucket in self._buckets.all[self._num_launched :]:
                 self._vacate(bucket)
                 bucket.fill_missing(self.weighing.factor)
@@ -294,6 +311,13 @@ class Reducer:
             self._reset()
         if self._world.events:
             self._world.events.emit(Kind.SYNCED, self.step - 1)
+
+    def _look_for_late_ones(self) -> None:
+        """Find gradients that came without a word when they were not expected any more."""
+        launched, others = self._buckets.all[: self._num_launched], self._buckets.all[self._num_launched : -1]
+        late = {index for bucket in launched for index in bucket.late()}
+        self._extra |= late
+        self._is_disordered = bool(late) or any(bucket.is_held_up and bucket.take_silent() for bucket in others)
 
     def shadow(self) -> int:
         """Take part in a step with nothing to add; returns how many workers had something."""
@@ -317,6 +341,8 @@ class Reducer:
         self._armed = None
         self._prepare_buckets()
         try:
+            for bucket in self._buckets.all[self._num_launched :]:
+                bucket.take_silent()
             self._placement.abandon()
             self._notes.write(0.0, unused=(), changed=(), explicit=False, void=True)
             self._exchange()
@@ -342,7 +368,9 @@ class Reducer:
         if gauge is not None:
             gauge.see_sums(self.step, self._buckets.all)
         if self._observed is not None:
-            arrivals.learn_order(self._world, self._buckets, self._observed, has_one_order=self._has_one_order)
+            order = self._world.broadcast(self._observed)
+            arrivals.learn_order(self._buckets, order, has_one_order=self._has_one_order)
+            self._silent.expect(order)
             self._observed = None
             self._learn_rows()
         self._placement.reduction.end()
@@ -376,6 +404,8 @@ class Reducer:
         self._touched.clear()
         self._extra.clear()
         self._traffic.reset()
+        if self._is_disordered:
+            self._silent.end(self)
         if self._partials is not None:
             self._partials.clear()
         if self._rows is not None:

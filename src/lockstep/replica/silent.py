@@ -1,0 +1,77 @@
+"""Small gradients that arrive without a word: once the order of gradients is known, not each of them needs a hook.
+
+A hook costs more than the bytes of a small gradient, and nothing is done with it until its bucket leaves. So only large
+ones are heard of, and in each bucket the last one that is expected: then the others are looked for. That they are there
+is news only if they were not when the pass began. So all are heard of again, for good, as soon as
+
+    gradients are there when a pass begins (they are zeroed in place, or not at all), or accumulated without being sent
+    one comes in a later place than expected, or in portions: it is sent at the end of the pass, or in an extra round
+
+Each worker decides for itself.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lockstep.replica.arrivals import Arrivals, Receiver, is_only_ours
+from lockstep.replica.bucket import Bucket
+from lockstep.replica.buckets import Buckets
+
+
+class Silent:
+    """The parameters of one replica of whose gradients nobody tells; none until the order is known."""
+
+    def __init__(self, arrivals: Arrivals, buckets: Buckets, params: Sequence[Tensor], *, is_over: bool) -> None:
+        self._arrivals = arrivals
+        self._buckets = buckets
+        self._params = params
+        self._seen: dict[int, int] = {}
+        """At which place each parameter's gradient comes."""
+        self._indices: list[int] = []
+        self._is_over = is_over
+        """Whether all are heard of for good."""
+        self.is_due = False
+        """Whether they are to be chosen before the next pass."""
+
+    def expect(self, seen: Sequence[int]) -> None:
+        """Gradients come in this order."""
+        self._seen = {index: place for place, index in enumerate(seen)}
+        self.is_due = True
+
+    def choose(self, receiver: Receiver) -> None:
+        """Choose anew, for the buckets that there are now: between two passes, or before the first gradient of one."""
+        self.is_due = False
+        if self._is_over or not self._seen:
+            return
+        self._indices = []
+        for bucket in self._buckets.all:
+            slots = self._silent_slots(bucket)
+            bucket.silence(slots)
+            self._indices += [bucket.indices[slot] for slot in slots]
+        self._arrivals.silence(self._indices, receiver)
+
+    def _silent_slots(self, bucket: Bucket) -> list[int]:
+        last = max((self._seen.get(index, -1) for index in bucket.indices), default=-1)
+        return [
+            slot
+            for slot, index in enumerate(bucket.indices)
+            if bucket.waits[slot]
+            and self._seen.get(index, last) < last
+            and index not in self._buckets.deferred
+            and is_only_ours(bucket.params[slot])
+        ]
+
+    def found(self) -> set[int]:
+        """Those that have a gradient now."""
+        params = self._params
+        return {index for index in self._indices if params[index].grad is not None}
+
+    def end(self, receiver: Receiver) -> None:
+        """Let all be heard of again: between two passes, or before the first gradient of one."""
+        if self._indices:
+            self._indices = []
+            for bucket in self._buckets.all:
+                bucket.silence(())
+            self._arrivals.silence((), receiver)
+        self._is_over = True
