@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from amount import some
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,11 +52,11 @@ class Net(nn.Module):
         return self.table(tokens)
 
 
-def train(world, way, least_bytes):
+def train(world, way, least_bytes, zero=0):
     """Train in one way; returns a hash of the weights and how many tables travelled as rows after each step."""
     before, rows_module.LEAST_BYTES = rows_module.LEAST_BYTES, least_bytes
     try:
-        return _train(world, way)
+        return _train(world, way, zero)
     finally:
         rows_module.LEAST_BYTES = before
 
@@ -78,7 +79,7 @@ def add_unseen(grad):
     grad.data.add_(0.01)
 
 
-def _train(world, way):
+def _train(world, way, zero):
     torch.manual_seed(1)
     net = Net()
     if way == "replaced_after":
@@ -89,8 +90,9 @@ def _train(world, way):
         net.table.forward = lambda tokens: nn.functional.embedding((tokens + 17) % NUM_ROWS, net.table.weight)
     elif way == "frozen_on_one":
         net.table.weight.requires_grad_(world.rank == 0)
-    model = lockstep.DataParallel(net, bucket_cap_mb=0.1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    split = {"optimizer": optimizer, "zero": zero} if zero else {}
+    model = lockstep.DataParallel(net, bucket_cap_mb=0.1, **split)
     generator = torch.Generator().manual_seed(world.rank)
     weight, num_active = net.table.weight, []
     if way == "hooked":
@@ -147,6 +149,22 @@ def test_rows_give_the_same_bits_as_the_whole_table(started_pool, way):
         expected = [1] * STEPS if way in AS_ROWS else as_rows[0][1]
         assert all(num_active == expected for _, num_active in as_rows)
         assert way in AS_ROWS or expected[-1] == 0
+
+
+SPLIT = [*AS_ROWS, *(way for way in WHOLE if way not in ("used_up", "frozen_on_one"))]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("way", some(["plain", "unused", "weighted", "twice", "hooked", "never_zeroed"], SPLIT))
+def test_rows_of_split_gradients(started_pool, way, zero):
+    for workers in (2, 3):
+        as_rows = started_pool.run(workers, train, way, 1 << 20, zero)
+        whole = started_pool.run(workers, train, way, 1 << 40, zero)
+        assert [weights for weights, _ in as_rows] == [weights for weights, _ in whole]
+        assert len({weights for weights, _ in whole}) == 1
+        assert all(num_active == as_rows[0][1] for _, num_active in as_rows)
+        stays = way in AS_ROWS or way in ("never_zeroed", "zeroed_in_place")  # The parameter itself has no gradient.
+        assert as_rows[0][1] == [1] * STEPS if stays else as_rows[0][1][-1] == 0
 
 
 def joined(world, least_bytes):

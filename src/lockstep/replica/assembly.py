@@ -139,7 +139,7 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
     zero = _zero(world, group, model, asked, reduction)
     if asked.init_sync:
         wrapping.start_equal(world, model.names, model.params, model.owners, with_buffers=asked.starts_buffers_equal)
-    shared = _shared_state(world, model, asked)
+    shared = _shared_state(world, model, asked, zero)
     cap_mb = asked.bucket_cap_mb_list[-1] if asked.bucket_cap_mb_list else asked.bucket_cap_mb
     grain = wrapping.granularity(world, device, cap_mb, wire=asked.wire, zero=asked.zero)
     placement: Placement = zero.placement if zero else Whole(reduction, memory_of(group, device), device)
@@ -147,6 +147,8 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
     reducer = Reducer(world, shared, _buckets(shared, placement, grain), placement, group=group, partials=partials)
     if zero is not None:
         zero.take_over(model.params)
+        if shared.rows is not None:
+            shared.rows.split(zero.placement.parts)
     if partials is None:
         lend_to_layers(model.module, model.params, reducer)
     shared.buffers.see()
@@ -185,7 +187,7 @@ def _zero(
     )
 
 
-def _shared_state(world: World, model: _Model, asked: Asked) -> SharedState:
+def _shared_state(world: World, model: _Model, asked: Asked, zero: Zero | None) -> SharedState:
     owners = model.owners if asked.keeps_buffers_equal else []
     kept = [owner for owner in owners if not wrapping.is_equal_anyway(*owner)]
     buffers = asked.shards.buffers if asked.shards is not None else Buffers(world, kept)
@@ -196,14 +198,18 @@ def _shared_state(world: World, model: _Model, asked: Asked) -> SharedState:
         model.params,
         trained=range(len(model.params)) if all_trained else wrapping.trained_anywhere(world, model.params),
         sparse_params=frozenset() if all_trained else wrapping.sparse_params(model.module, model.params),
-        rows=Rows(model.module, model.params, world) if _has_rows(model, asked) and not all_trained else None,
+        rows=Rows(model.module, model.params, world) if _has_rows(model, asked, zero) else None,
         buffers=buffers,
     )
 
 
-def _has_rows(model: _Model, asked: Asked) -> bool:
-    """Whether embeddings may travel apart from buckets: a wire is to see all, and a GPU's host cannot know the rows."""
-    return asked.wire is None and model.device.type == "cpu"
+def _has_rows(model: _Model, asked: Asked, zero: Zero | None) -> bool:
+    """Whether embeddings may travel apart from buckets: a wire is to see all, and a GPU's host cannot know the rows.
+
+    Nor where parameters are gathered by block, since a table then comes and goes with its block.
+    """
+    is_plain = asked.wire is None and asked.shards is None and asked.precision is None
+    return is_plain and model.device.type == "cpu" and (zero is None or not zero.gathers)
 
 
 def _buckets(shared: SharedState, placement: Placement, grain: Granularity) -> Buckets:
@@ -215,4 +221,5 @@ def _buckets(shared: SharedState, placement: Placement, grain: Granularity) -> B
         placement,
         grain=grain,
         tail_numel=tail_numel(len(shared.params), len(shared.buffers)),
+        alone=shared.rows.tables if placement.is_fixed and shared.rows is not None else frozenset(),
     )

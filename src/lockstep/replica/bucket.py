@@ -47,6 +47,8 @@ class Bucket:
         self.views = [_view(self.flat, slot.offset, slot.numel, param) for slot, param in self._pairs()]
         self.waits = [slot.numel * self.flat.element_size() <= SMALL_BYTES for slot in plan.slots]
         """Whether a slot's gradient is copied with those of the others."""
+        self.is_apart = False
+        """Whether it keeps its place and stays empty, since its gradients travel otherwise: see rows.py."""
         self._silent: Sequence[int] = ()
         self.previous: Bucket | None = None
         """The bucket that uses the same memory before this one in every pass."""
@@ -167,7 +169,7 @@ class Bucket:
         """Whether the slot's gradient has arrived in this step."""
         if self._filled[slot] or slot in self.mixed:
             return True
-        return slot in self._silent and self.params[slot].grad is not None
+        return (self.is_apart or slot in self._silent) and self.params[slot].grad is not None
 
     def fill_missing(self, factor: Factor) -> None:
         """Put what there is (nothing, or what earlier passes left) into the slots whose gradient did not come."""

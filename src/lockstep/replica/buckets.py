@@ -4,7 +4,7 @@ The order is a guess (the reverse of registration) until the first step has show
 get a gradient only later. It is the same on all workers at all times: it changes only by what all of them agreed on.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from torch import Tensor
 
@@ -25,8 +25,11 @@ class Buckets:
         *,
         grain: layout.Granularity,
         tail_numel: int,
+        alone: Set[int] = frozenset(),
     ) -> None:
         self._params = params
+        self._alone = alone
+        """Parameters that have a bucket of their own."""
         self._placement = placement
         self._memory = placement.memory
         self._order = list(order)
@@ -97,15 +100,21 @@ class Buckets:
     def leave_out(self, indices: Iterable[int]) -> None:
         """From the next pass on, have no place for these parameters, whose gradients travel otherwise."""
         apart = set(indices)
-        if apart:
+        if self._placement.is_fixed:
+            for bucket in self.all:
+                bucket.is_apart = not apart.isdisjoint(bucket.indices)
+        elif apart:
             self._order = [index for index in self._order if index not in apart]
             self.is_due = True
 
     def make_room_for(self, indices: Iterable[int]) -> None:
         """From the next pass on, have a place for these parameters, whose gradients no bucket could take."""
         for index in indices:
+            place = self.places[index]
             if index not in self._order:
                 self._order.append(index)
+            elif place is not None and place[0].is_apart:
+                place[0].is_apart = False
             else:
                 self.deferred.add(index)
         if self._placement.is_fixed:
@@ -126,6 +135,8 @@ class Buckets:
             param = self._params[index]
             numel = param.numel() * (2 if param.is_complex() else 1)
             block = self._placement.blocks[index] if self._placement.blocks else -1
+            if index in self._alone:
+                block = len(self._params) + index
             dtype = param.dtype.to_real()
             if dtype.is_floating_point:
                 dtype = self._placement.grads_dtype or dtype

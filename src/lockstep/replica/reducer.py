@@ -186,7 +186,7 @@ class Reducer:
         if self._observed is not None:
             self._observed.append(index)
         place = self._buckets.places[index]
-        if place is None or index in self._buckets.deferred:
+        if place is None or index in self._buckets.deferred or place[0].is_apart:
             self._touched.add(index)
             if place is None and index not in self._sparse and not self._is_in_rows(index):
                 self._extra.add(index)
@@ -238,7 +238,7 @@ class Reducer:
             return  # Gradients that come in portions show themselves in the first step.
         while self._num_launched < len(self._buckets.all) - 1:
             bucket = self._buckets.all[self._num_launched]
-            if not bucket.is_ready():
+            if not (bucket.is_ready() or bucket.is_apart):
                 return
             self._launch(bucket)
 
@@ -262,6 +262,9 @@ class Reducer:
     def _launch(self, bucket: Bucket) -> None:
         self._num_launched += 1
         self._vacate(bucket)
+        if bucket.is_apart:
+            bucket.is_launched = bucket.is_settled = True
+            return
         bucket.put_waiting(self.weighing.factor)
         if self._partials is not None:
             self._partials.complete(bucket)
@@ -294,7 +297,8 @@ class Reducer:
             self._look_for_late_ones()
             for bucket in self._buckets.all[self._num_launched :]:
                 self._vacate(bucket)
-                bucket.fill_missing(self.weighing.factor)
+                if not bucket.is_apart:
+                    bucket.fill_missing(self.weighing.factor)
                 if bucket is not self._buckets.closing:
                     self._launch(bucket)
             if self._rows is not None:

@@ -38,6 +38,8 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.replica.arrivals import is_only_ours, ours
 from lockstep.replica.bucket import Factor
 from lockstep.replica.layout import ALIGNMENT_BYTES
+from lockstep.replica.part import Part
+from lockstep.replica.row_sums import PartSum, RowsAndValues, RowSum, WholeSum
 from lockstep.world import World
 
 _Weak: Any = getattr(torch._C, "_WeakTensorRef", None)
@@ -61,6 +63,17 @@ class Rows:
         self.active: set[int] = set()
         """Numbers of the parameters that travel as rows; the same on all workers."""
 
+    @property
+    def tables(self) -> set[int]:
+        """Numbers of the parameters that may travel as rows."""
+        return set(self._tables)
+
+    def split(self, parts: Iterable[Part]) -> None:
+        """Add rows up in these parts, of which a table has one of its own."""
+        for part in parts:
+            if (table := self._tables.get(part.plan.slots[0].index)) is not None:
+                table.sum = PartSum(part, table.param[0].numel())
+
     def learnt(self) -> list[int]:
         """Tables of which this worker has touched few enough rows in the pass that has ended."""
         return [index for index, table in self._tables.items() if table.has_few_rows]
@@ -79,7 +92,14 @@ class Rows:
         retired = self.active & set(indices)
         self.active -= retired
         tables = {index: self._tables.pop(index) for index in retired}
+        for table in tables.values():
+            table.sum.clear()
         return {index for index, table in tables.items() if table.param.grad is not None}
+
+    def clear(self, indices: Iterable[int]) -> None:
+        """Nobody has a gradient for these in this step."""
+        for index in indices:
+            self._tables[index].sum.clear()
 
     def forget(self) -> None:
         """The step is over."""
@@ -115,10 +135,10 @@ class Rows:
         if not is_active:
             return
         for number, (table, rows) in enumerate(zip(tables, own, strict=True)):
-            table.add_up(rows, [worker[number] for worker in parts], divisor)
+            table.sum.take(rows, [worker[number] for worker in parts], divisor)
         if see is not None:
-            touched = [torch.unique(torch.cat([rows for rows, _ in each])) for each in zip(*parts, strict=True)]
-            see(values, [table.values(rows, 1.0) for table, rows in zip(tables, touched, strict=True)])
+            sums = [_added(each) for each in zip(*parts, strict=True)]
+            see(values, sums if divisor is None else [total.div_(divisor) for total in sums])
 
 
 class Table:
@@ -126,6 +146,8 @@ class Table:
 
     def __init__(self, module: nn.Module, param: Tensor, size: int) -> None:
         self.param = param
+        self.sum: RowSum = WholeSum(param)
+        """Where everybody's rows are added up."""
         self._most = param.shape[0] // (MOST_SHARE * size)
         self._spacing = -(-param.shape[0] // NUM_PROBES)
         self.nowhere = torch.zeros(0, dtype=torch.int64)
@@ -226,18 +248,6 @@ class Table:
             return self.param.new_zeros(0, *self.param.shape[1:])
         return grad.index_select(0, rows).mul_(factor)
 
-    def add_up(self, own: Tensor, parts: Sequence[tuple[Tensor, Tensor]], divisor: Factor | None) -> None:
-        """Let the gradient be the sum of everybody's rows, in order of rank; `own` are those it has."""
-        grad = self.param.grad
-        if grad is None:
-            grad = self.param.grad = torch.zeros_like(self.param)
-        grad.index_fill_(0, own, 0.0)
-        for rows, values in parts:
-            grad.index_add_(0, rows, values)
-        if divisor is not None:
-            rows = torch.unique(torch.cat([rows for rows, _ in parts]))
-            grad.index_copy_(0, rows, grad.index_select(0, rows).div_(divisor))
-
     def forget(self) -> None:
         """Nothing is known of the gradient any more."""
         self._known, self._rows, self._is_sum = None, None, False
@@ -331,7 +341,7 @@ def _tables(module: nn.Module, params: Sequence[Tensor]) -> list[tuple[int, tupl
 
 def _gather(
     rows: Sequence[Tensor], values: Sequence[Tensor], counts: Tensor, world: World, group: dist.ProcessGroup
-) -> list[list[tuple[Tensor, Tensor]]]:
+) -> list[list[RowsAndValues]]:
     """By worker and table: the rows, and their values; all in one message, padded to the longest."""
     shapes = [value.shape[1:] for value in values]
     widths = [shape.numel() * value.itemsize for shape, value in zip(shapes, values, strict=True)]
@@ -350,6 +360,13 @@ def _gather(
         ]
         for message, cut in zip(messages, cuts, strict=True)
     ]
+
+
+def _added(parts: Sequence[RowsAndValues]) -> Tensor:
+    """The sum of everybody's rows, without those that nobody has touched."""
+    touched, places = torch.unique(torch.cat([rows for rows, _ in parts]), return_inverse=True)
+    values = torch.cat([values for _, values in parts])
+    return values.new_zeros(len(touched), *values.shape[1:]).index_add_(0, places, values)
 
 
 def _cut(counts: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int, int, int]]:

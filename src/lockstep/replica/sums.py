@@ -61,7 +61,8 @@ class Sums:
         self._weighing.settle(notes.counted, is_explicit=is_explicit, is_uneven=self._attendance.is_uneven)
         if self._weighing.divisor is not None:
             for bucket in self._buckets.all:
-                self._placement.divide(bucket, self._weighing.divisor)
+                if not bucket.is_apart:
+                    self._placement.divide(bucket, self._weighing.divisor)
             if is_explicit:
                 self._placement.reduction.rescale(self._weighing.divisor)
 
@@ -83,10 +84,10 @@ class Sums:
         """
         changed = notes.changed()
         extras = self._extra_round(notes, late, step, group, is_active=is_active) if notes.has_extra else {}
+        self._exchange_rows(notes, group, see_rows, is_active=is_active)
         if is_active:
             self._give(notes, touched, extras)
         self._exchange_sparse(notes, group, is_active=is_active)
-        self._exchange_rows(notes, group, see_rows, is_active=is_active)
         if changed:
             self._shared.buffers.sync(changed, self._attendance.authority(is_active=is_active), group)
 
@@ -118,10 +119,13 @@ class Sums:
         is_active: bool,
     ) -> None:
         rows = self._shared.rows
-        used = [index for index in sorted(rows.active) if notes.is_used(index)] if rows is not None else []
-        if rows is not None and used:
+        if rows is None:
+            return
+        used = [index for index in sorted(rows.active) if notes.is_used(index)]
+        if used:
             factor, divisor = self._weighing.factor, self._weighing.divisor
             rows.exchange(used, factor, divisor, self._world, group, see, is_active=is_active)
+        rows.clear(rows.active.difference(used))
 
     def _extra_round(
         self, notes: Notes, late: Set[int], step: int, group: dist.ProcessGroup, *, is_active: bool
