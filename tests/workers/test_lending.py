@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
@@ -26,7 +27,7 @@ COPIED = ["weighted", "zeroed_in_place", "never_zeroed", "hooked", "hooked_after
 """Ways in which nothing can be lent, at least in the last step."""
 PARTLY_LENT = ["frozen", "transposed"]
 """Ways in which one of the two is lent."""
-MIXED = ["twice", "regularised", "functional"]
+MIXED = ["twice", "regularised", "functional", "void_twice", "void_twice_zero1"]
 """Ways in which a weight is found to be used otherwise too, from step 3 on."""
 
 
@@ -48,7 +49,7 @@ class Net(nn.Module):
             hidden = checkpoint(self.both, x.requires_grad_(), use_reentrant=way == "recomputed")
         else:
             hidden = self.both(x)
-        if self.is_changed and way == "twice":
+        if self.is_changed and way in ("twice", "void_twice", "void_twice_zero1"):
             hidden = self.both(hidden)
         if self.is_changed and way == "functional":
             hidden = nn.functional.linear(nn.functional.linear(hidden, self.first.weight), self.second.weight)
@@ -77,7 +78,7 @@ def _train(world, way):
         net.first.weight.register_post_accumulate_grad_hook(double)
         net.second.weight.register_post_accumulate_grad_hook(double)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    stage = int(way[-1]) if way.startswith("zero") and way[-1].isdigit() else 0
+    stage = int(way[-1]) if "zero" in way and way[-1].isdigit() else 0
     split = {"optimizer": optimizer, "zero": stage} if stage else {}
     wire = lockstep.wire.Half("fp16") if way == "half" else None
     model = lockstep.DataParallel(net, bucket_cap_mb=0.001 if way == "small_buckets" else 0.1, wire=wire, **split)
@@ -99,6 +100,8 @@ def _train(world, way):
                 model(torch.randn(32, 64, generator=generator)).backward()
             if step == STEPS - 1:
                 optimizer.zero_grad()  # Else what was accumulated has its own memory, and nothing is lent.
+        if way.startswith("void") and step == CHANGES_AT:
+            fail_once(world, model, x)
         with torch.autocast("cpu", torch.float16) if way == "autocast" else contextlib.nullcontext():
             loss = model(x)
         if net.is_changed and way == "regularised":
@@ -126,14 +129,29 @@ def count_loans(reducer):
     """A list that grows with every slot that is lent."""
     lent, lend = [], reducer.lend
 
-    def counted(index, param):
-        loan = lend(index, param)
+    def counted(index, param, operands):
+        loan = lend(index, param, operands)
         if loan is not None:
             lent.append(index)
         return loan
 
     reducer.lend = counted
     return lent
+
+
+def fail_once(world, model, x):
+    """A pass that fails on worker 1 when all gradients but those of the first layers have come."""
+    hook = model.module.first.bias.register_hook(fail) if world.rank == 1 else None
+    with pytest.raises(ArithmeticError if world.rank == 1 else lockstep.StepVoid):
+        model(x).backward()
+    if hook is not None:
+        hook.remove()
+        with contextlib.suppress(lockstep.StepVoid):
+            model._reducer._abandon_broken_pass()
+
+
+def fail(grad):
+    raise ArithmeticError("no gradient here")
 
 
 def double(param):
@@ -169,7 +187,9 @@ def test_a_weight_that_is_used_otherwise_too_is_not_lent_again(started_pool, way
     assert digest(lent[0][0]) == digest(lent[1][0])
     for one, other in zip(lent[0][0], copied[0][0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert [num_lent for _, num_lent in lent] == [[0, 2, 2, 2, 0]] * 2
+    for _, num_lent in lent:
+        assert (num_lent[:3], num_lent[-1]) == ([0, 2, 2], 0)
+        assert num_lent[3] > 0
 
 
 def test_nothing_is_lent_where_the_scale_is_no_power_of_two(started_pool):
@@ -198,6 +218,8 @@ def leave(world):
     assert torch.equal(torch.vmap(net)(x), torch.vmap(copy.deepcopy(net))(x))
     jacobian = torch.func.jacfwd(net)(x[0])
     torch.testing.assert_close(jacobian, torch.func.jacrev(net)(x[0]))
+    torch.testing.assert_close(torch.func.grad(lambda scale: (net(x) * scale).sum())(torch.ones(())), net(x).sum())
+    assert torch.equal(torch.jit.script(copy.deepcopy(net))(x), expected)
     del model
     gc.collect()
     assert "forward" not in vars(net[0])
@@ -208,3 +230,40 @@ def leave(world):
 
 def test_the_module_stays_what_it_is(started_pool):
     started_pool.run(2, leave, timeout=120)
+
+
+def wrap_others(world):
+    """Layers whose weight is computed from another, or is none of the wrapper's business."""
+    pruned, normed, ignored = (nn.Sequential(nn.Linear(512, 512)) for _ in range(3))
+    prune.random_unstructured(pruned[0], "weight", amount=0.5)
+    nn.utils.spectral_norm(normed[0])
+    ignored._ddp_params_and_buffers_to_ignore = ["0.weight"]
+    for net in (pruned, normed, ignored):
+        model = lockstep.DataParallel(net)
+        assert "forward" not in vars(net[0])
+        for _ in range(3):
+            model(torch.randn(4, 512)).sum().backward()
+
+
+def test_layers_without_a_weight_of_their_own(started_pool):
+    started_pool.run(2, wrap_others)
+
+
+def feed_back(world, least_bytes):
+    """A layer whose input is its own last gradient, which lies in the slot."""
+    before, lending.LEAST_BYTES = lending.LEAST_BYTES, least_bytes
+    torch.manual_seed(0)
+    net = nn.Linear(128, 128, bias=False)
+    model = lockstep.DataParallel(net)
+    lending.LEAST_BYTES = before
+    x = torch.randn(128, 128)
+    for _ in range(4):
+        net.weight.grad = None
+        model(x).square().sum().backward()
+        x = net.weight.grad
+        x.div_(x.norm())
+    return net.weight.grad.clone()
+
+
+def test_a_gradient_that_is_computed_from_the_one_before(started_pool):
+    assert torch.equal(started_pool.run(2, feed_back, 1 << 10)[0], started_pool.run(2, feed_back, NEVER)[0])

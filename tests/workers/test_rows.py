@@ -167,6 +167,40 @@ def test_rows_of_split_gradients(started_pool, way, zero):
         assert as_rows[0][1] == [1] * STEPS if stays else as_rows[0][1][-1] == 0
 
 
+def fail(grad):
+    raise ArithmeticError("no gradient here")
+
+
+def fails_once(world, least_bytes, zero):
+    """The third step is void, and its gradients are not left over for the fourth."""
+    before, rows_module.LEAST_BYTES = rows_module.LEAST_BYTES, least_bytes
+    torch.manual_seed(1)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model = lockstep.DataParallel(net, optimizer=optimizer if zero else None, zero=zero)
+    rows_module.LEAST_BYTES = before
+    generator = torch.Generator().manual_seed(world.rank)
+    for step in range(5):
+        loss = model(torch.randint(NUM_ROWS, (30,), generator=generator))
+        if step == 2:
+            hook = net.small.weight.register_hook(fail) if world.rank == 1 else None
+            with pytest.raises(ArithmeticError if world.rank == 1 else lockstep.StepVoid):
+                loss.backward()
+            if hook is not None:
+                hook.remove()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return hashlib.sha256(b"".join(param.detach().numpy().tobytes() for param in net.parameters())).hexdigest()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_void_step_leaves_nothing(started_pool, zero):
+    as_rows, whole = (started_pool.run(2, fails_once, least_bytes, zero) for least_bytes in (1 << 20, 1 << 40))
+    assert len({*as_rows, *whole}) == 1
+
+
 def joined(world, least_bytes):
     """Worker 1 has fewer batches."""
     before, rows_module.LEAST_BYTES = rows_module.LEAST_BYTES, least_bytes

@@ -43,6 +43,7 @@ class Bucket:
         """One row for each sum that this worker sends; the last is the buffer itself."""
         self.flat = self.lanes[-1]
         self.flat_grads = self.flat[: plan.tail_offset]
+        self._storage = memory.untyped_storage()._cdata
         self.tail = self.flat[plan.tail_offset :]
         self.views = [_view(self.flat, slot.offset, slot.numel, param) for slot, param in self._pairs()]
         self.waits = [slot.numel * self.flat.element_size() <= SMALL_BYTES for slot in plan.slots]
@@ -141,9 +142,11 @@ class Bucket:
         self._lent.add(slot)
         return self.views[slot].detach()
 
-    def can_lend(self, slot: int) -> bool:
-        """Whether the slot is free, and large enough to be worth it."""
-        return not (self.is_launched or self.waits[slot] or self._filled[slot] or slot in self._lent)
+    def can_lend(self, slot: int, operands: Sequence[Tensor]) -> bool:
+        """Whether the slot is free, and large enough to be worth it, and none of the operands lies in a bucket."""
+        if self.is_launched or self.waits[slot] or self._filled[slot] or slot in self._lent:
+            return False
+        return all(operand.untyped_storage()._cdata != self._storage for operand in operands)
 
     def put(self, slot: int, param: Tensor, factor: Factor) -> None:
         """Move `param.grad`, times `factor`, into its slot; the gradient is whole again after the step."""
@@ -188,6 +191,11 @@ class Bucket:
         else:
             self.views[slot].mul_(1.0 - factor).add_(_dense(param.grad) * factor)
         param.grad = None
+
+    def drop_mixed(self) -> None:
+        """The step is void: of what is neither here nor there, nothing stays."""
+        for slot in self.mixed:
+            self.params[slot].grad = None
 
     def launch(self, send: Launch) -> None:
         """Hand the buffer to the backend."""

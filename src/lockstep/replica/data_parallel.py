@@ -158,7 +158,8 @@ class DataParallel(nn.Module):
             events.emit(Kind.FORWARDED, reducer.step)
             if not self.require_backward_grad_sync:
                 call_at_begin(output, QuietPass(events, reducer.step))
-        call_at_begin(output, reducer.begin)
+        if not call_at_begin(output, reducer.begin):
+            reducer.hear_all()
         return output
 
     def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

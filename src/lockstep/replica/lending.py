@@ -15,7 +15,9 @@ So what is lent need not be certain to come back alone. It is not lent where oth
 in the slot in the end is the same. The scale must be a power of two, so that scaling first or last gives the same bits.
 
 On CPUs only: on a GPU a copy costs next to nothing. Calls that are anything but a plain product (autocast, functional
-transforms, tracing, other dtypes) go to torch's own forward.
+transforms, tracing, other dtypes) go to torch's own forward. What cannot be seen from here are hooks on nodes of the
+graph: they are shown a gradient that is scaled, and one on the node that accumulates it must not change it. And
+`torch.jit.script` cannot read the forward that stands in: it is to be given a copy of the module.
 """
 
 import math
@@ -40,8 +42,11 @@ _will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
 class Lender(Protocol):
     """Who has slots."""
 
-    def lend(self, index: int, param: Tensor) -> tuple[Tensor, float] | None:
-        """The slot of parameter `index` and what its gradient is to be multiplied by; None if it cannot be had now."""
+    def lend(self, index: int, param: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
+        """The slot of parameter `index` and what its gradient is to be multiplied by; None if it cannot be had now.
+
+        It is no part of the operands that the gradient is computed from.
+        """
 
 
 def lend_to_layers(module: nn.Module, params: Sequence[Tensor], lender: Lender) -> None:
@@ -54,11 +59,14 @@ def lend_to_layers(module: nn.Module, params: Sequence[Tensor], lender: Lender) 
         for param in layer._parameters.values():
             users[id(param)] = users.get(id(param), 0) + 1
     for layer in module.modules():
-        if type(layer) is nn.Linear and users[id(layer.weight)] == 1 and _is_worth_it(layer.weight):
-            _replace_forward(layer, numbers[id(layer.weight)], lender)
+        if type(layer) is nn.Linear:
+            weight = layer._parameters.get("weight")  # None where it is computed from others.
+            index = numbers.get(id(weight))
+            if index is not None and users[id(weight)] == 1 and _is_worth_it(weight):
+                _replace_forward(layer, index, lender)
 
 
-def _is_worth_it(weight: Tensor) -> bool:
+def _is_worth_it(weight: Any) -> bool:
     return (
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"
@@ -115,19 +123,19 @@ class Forward:
             and features.dim() >= 2
             and features.is_contiguous()
             and not torch.is_autocast_enabled("cpu")
-            and not torch._C._functorch.is_functorch_wrapped_tensor(features)
+            and not torch._C._are_functorch_transforms_active()
             and not torch._C._get_tracing_state()
             and forward_ad._current_level < 0
         )
 
-    def borrow(self, accumulate: Any) -> tuple[Tensor, float] | None:
+    def borrow(self, accumulate: Any, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
         """The weight's slot and the scale for the backward pass that runs, in which `accumulate` is the next node."""
         lender = self._lender()
         if lender is None or torch.is_grad_enabled() or not is_only_ours(self._weight):
             return None
         if getattr(accumulate, "variable", None) is not self._weight or not _is_accumulated(accumulate):
             return None
-        return lender.lend(self._index, self._weight)
+        return lender.lend(self._index, self._weight, operands)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._layer(), "forward")
@@ -156,7 +164,7 @@ class _Product(torch.autograd.Function):
 
 
 def _weight_grad(grad: Tensor, features: Tensor, ctx: Any) -> Tensor:
-    lent = ctx.borrow(ctx.next_functions[1][0])
+    lent = ctx.borrow(ctx.next_functions[1][0], (grad, features))
     if lent is None:
         return grad.t().mm(features)
     slot, scale = lent

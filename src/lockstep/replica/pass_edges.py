@@ -14,11 +14,15 @@ from torch import Tensor
 from lockstep.data import tree
 
 
-def call_at_begin(output: Any, begin: Callable[[], None]) -> None:
-    """Let `begin` be called when the backward pass comes to `output`, before any gradient of the model is there."""
-    for leaf in tree.leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda _grad: begin())
+def call_at_begin(output: Any, begin: Callable[[], None]) -> bool:
+    """Let `begin` be called when the backward pass comes to `output`, before any gradient of the model is there.
+
+    Returns whether there is anything in the output to which it can come.
+    """
+    leaves = [leaf for leaf in tree.leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    for leaf in leaves:
+        leaf.register_hook(lambda _grad: begin())
+    return bool(leaves)
 
 
 class PassEnd:

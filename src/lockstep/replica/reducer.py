@@ -85,6 +85,8 @@ class Reducer:
         self._expects_pass = False
         self._armed: weakref.ref[PassEnd] | None = None
         self._has_arrived = False
+        self._is_handed_out = False
+        """Whether the step has come to an end, and not to nothing."""
         self._is_disordered = False
         """Whether a gradient came without a word when it was not expected."""
         self._num_launched = 0
@@ -207,13 +209,17 @@ class Reducer:
         if begun_ns:
             self._spent_ns += time.perf_counter_ns() - begun_ns
 
+    def hear_all(self) -> None:
+        """Nothing will tell of the next pass before its gradients do: let each of them."""
+        self._silent.end(self)
+
     def _begin_late(self) -> None:
         """Nothing told of the pass before its gradients: those that came without a word count as having come."""
         self._touched |= self._silent.found()
         self.begin()
 
-    def lend(self, index: int, param: Tensor) -> tuple[Tensor, float] | None:
-        """Where the gradient of parameter `index` can be computed now, and the factor for it; None if nowhere.
+    def lend(self, index: int, param: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
+        """Where the gradient of parameter `index` can be computed from `operands`, and the factor; None if nowhere.
 
         Called inside the backward pass, before that gradient arrives.
         """
@@ -225,9 +231,9 @@ class Reducer:
         if place is None or index in self._buckets.deferred or index in self._mixed:
             return None
         bucket, slot = place
-        if bucket.views[slot].dtype is not param.dtype or not bucket.can_lend(slot) or not self._is_vacant(bucket):
+        if bucket.views[slot].dtype is not param.dtype or not bucket.can_lend(slot, operands):
             return None
-        return bucket.lend(slot), factor
+        return (bucket.lend(slot), factor) if self._is_vacant(bucket) else None
 
     def _is_in_rows(self, index: int) -> bool:
         return self._rows is not None and index in self._rows.active
@@ -369,6 +375,7 @@ class Reducer:
             see_rows=gauge.see_rows if gauge is not None and gauge.is_due(self.step) else None,
             is_active=is_active,
         )
+        self._is_handed_out = True
         if gauge is not None:
             gauge.see_sums(self.step, self._buckets.all)
         if self._observed is not None:
@@ -398,6 +405,9 @@ class Reducer:
                 self._traffic.settle(bucket, self.step)
 
     def _reset(self) -> None:
+        if not self._is_handed_out:
+            self._drop()
+        self._is_handed_out = False
         for bucket in self._buckets.all:
             self._mixed.update(bucket.indices[slot] for slot in bucket.mixed)
             bucket.reset()
@@ -414,3 +424,10 @@ class Reducer:
             self._partials.clear()
         if self._rows is not None:
             self._rows.forget()
+
+    def _drop(self) -> None:
+        """The step is void: what of its gradients is not in buckets goes the way of those that are."""
+        for bucket in self._buckets.all:
+            bucket.drop_mixed()
+        for index in self._rows.active if self._rows is not None else ():
+            self._params[index].grad = None
