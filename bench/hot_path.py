@@ -37,11 +37,13 @@ from torch import nn
 import lockstep
 from lockstep.bench import catalogue, interleave, machine, variants, workloads
 from lockstep.bench.variant import Variant
+from lockstep.replica.lending import Forward
 
 ITEMS = {
     "forward: prologue": "Reducer.before_forward Zero.see_forward",
     "backward: begin": "Reducer.begin",
     "hook of each gradient": "Reducer.arrive",
+    "lending slots": "Reducer.lend",
     "gradients into buckets": "Bucket.put Bucket.put_later Bucket.put_waiting Bucket.fill_missing",
     "launching": "Reducer._launch",
     "reduction": "",
@@ -151,6 +153,9 @@ def train(workload: str, kind: str, steps: int) -> list[str]:
             stopwatch.watch(each)
     bare, plain = (_variant(name, workload, world, fed) for name in ("nocomm", kind))
     num_bytes = sum(bucket.num_bytes for bucket in reducer.buckets)
+    num_lent = sum(
+        layer.weight.nbytes for layer in timed.model.modules() if type(vars(layer).get("forward")) is Forward
+    )
     one, source, target = torch.zeros(1), torch.ones(num_bytes // 4), torch.ones(num_bytes // 4)
     records: dict[str, list[Record]] = {"bare": [], "plain": [], "timed": []}
     actions: dict[str, interleave.Action] = {
@@ -164,14 +169,18 @@ def train(workload: str, kind: str, steps: int) -> list[str]:
     medians = {name: _medians([theirs[name][3:] for theirs in world.gather(records)]) for name in records}
     ratio = interleave.compare(measured.times, interleave.ratio, "plain", "bare")
     copy, message = (1e3 * float(np.median(measured.times[name])) / REPEATS for name in ("copy", "message"))
-    copies = {"gradients into buckets": 1.0, "reduction": 1.0 if kind == "lockstep" else (1 + 1 / world.size) / 2}
+    copies = {
+        "gradients into buckets": 1 - num_lent / num_bytes,
+        "reduction": 1.0 if kind == "lockstep" else (1 + 1 / world.size) / 2,
+    }
     floors = {item: times * copy for item, times in copies.items()}
     floors |= {"launching": len(reducer.buckets) * message, "waiting": medians["bare"]["apart"]}
     floors["barriers around the update"] = 2 * message
     return [
         f"\n### {workload}, {kind}\n\n{measured}. Not timed, a step is {ratio.median:.3f} ({ratio.low:.3f}-"
         f"{ratio.high:.3f}) of the bare module's ({medians['bare']['step']:.2f} ms). {num_bytes / 1e6:.1f} MB in "
-        f"{len(reducer.buckets)} messages: a copy takes {copy:.3f} ms, the smallest message {message:.3f} ms.\n",
+        f"{len(reducer.buckets)} messages, of which {num_lent / 1e6:.1f} MB are computed in their slots: a copy of all "
+        f"takes {copy:.3f} ms, the smallest message {message:.3f} ms.\n",
         *_table(medians, {item: 2 * times * num_bytes / 1e6 for item, times in copies.items()}, floors),
     ]
 

@@ -36,6 +36,9 @@ LEAST_BYTES = 512 << 10
 """Smaller weights are copied: a call of `_Product` takes 20 us more than torch's own, as a copy of 256 KB does."""
 _FORWARD = nn.Linear.forward
 
+_STRIDED = torch.strided
+_is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
+_are_transforms_active, _tracing_state = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
 _will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
 
 
@@ -96,7 +99,7 @@ class Forward:
 
     def __init__(self, layer: nn.Linear, index: int, lender: Lender) -> None:
         self._layer = weakref.ref(layer)
-        self._weight = layer.weight
+        self._weight, self._dtype = layer.weight, layer.weight.dtype
         self._index = index
         self._lender = weakref.ref(lender)
 
@@ -106,32 +109,35 @@ class Forward:
         assert layer is not None, "a forward is called by its layer"
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not self._is_plain(layer, args[0]):
             return _FORWARD(layer, *args, **kwargs)
-        output: Tensor = _Product.apply(args[0], self._weight, layer.bias, self)
+        output: Tensor = _Product.apply(args[0], self._weight, layer._parameters["bias"], self)
         return output
 
     def _is_plain(self, layer: nn.Linear, features: Any) -> bool:
+        # By the shortest ways: between two products little of what Python needs is left in the caches.
+        params = layer._parameters
         return (
             type(features) is Tensor
-            and torch.is_grad_enabled()
-            and self._lender() is not None
-            and layer.weight is self._weight
-            and type(layer) is nn.Linear
-            and nn.Linear.forward is _FORWARD
-            and features.dtype is self._weight.dtype
-            and features.device.type == "cpu"
-            and features.layout is torch.strided
+            and features.dtype is self._dtype
+            and params.get("weight") is self._weight
+            and "bias" in params
+            and features.is_cpu
+            and features.layout is _STRIDED
             and features.dim() >= 2
             and features.is_contiguous()
-            and not torch.is_autocast_enabled("cpu")
-            and not torch._C._are_functorch_transforms_active()
-            and not torch._C._get_tracing_state()
+            and _is_grad_enabled()
+            and not _is_autocast_enabled("cpu")
+            and not _are_transforms_active()
+            and not _tracing_state()
             and forward_ad._current_level < 0
+            and type(layer) is nn.Linear
+            and nn.Linear.forward is _FORWARD
+            and self._lender() is not None
         )
 
     def borrow(self, accumulate: Any, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
         """The weight's slot and the scale for the backward pass that runs, in which `accumulate` is the next node."""
         lender = self._lender()
-        if lender is None or torch.is_grad_enabled() or not is_only_ours(self._weight):
+        if lender is None or _is_grad_enabled() or not is_only_ours(self._weight):
             return None
         if getattr(accumulate, "variable", None) is not self._weight or not _is_accumulated(accumulate):
             return None
