@@ -74,7 +74,7 @@ def peers(tmp_path, monkeypatch):
 def test_steps_are_compared_and_who_fails_is_listed(tmp_path, peers):
     (peers / "accelerate.py").write_text("raise OSError('the wheel\\nis broken')")
     (peers / "deepspeed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    names = ["deepspeed1", "nocomm", "lockstep", "accelerate", "zero3", "ddp/gloo"]
+    names = ["deepspeed1", "nocomm", "meeting", "lockstep", "accelerate", "zero3", "ddp/gloo"]
     target, picture = tmp_path / "step.json", tmp_path / "step.svg"
     words = ["step", "-n", "2", "--workload", "tiny", "--steps", "2", "--warmup", "0", "--variants", *names]
     ended = subprocess.run(
@@ -82,7 +82,7 @@ def test_steps_are_compared_and_who_fails_is_listed(tmp_path, peers):
     )
     assert ended.returncode == 0, ended
     (found,) = json.loads(target.read_text())
-    assert [row["variant"] for row in found["rows"]] == ["nocomm", "lockstep", "zero3", "ddp/gloo"]
+    assert [row["variant"] for row in found["rows"]] == ["nocomm", "meeting", "lockstep", "zero3", "ddp/gloo"]
     assert list(found["not_run"]) == ["deepspeed1", "accelerate"]
     assert found["not_run"]["accelerate"] == "OSError: the wheel"
     assert found["not_run"]["deepspeed1"].startswith("WorkerLost: worker ")

@@ -31,8 +31,9 @@ LIMITS = {
     "nocomm": "the bare module, each worker for itself: the limit",
     "limit": "another name of nocomm",
     "plain": "another name of nocomm",
+    "meeting": "the same, and each waits for the others before it updates: what anyone pays who is in step",
 }
-"""Kinds that communicate nothing."""
+"""Kinds that send no gradients."""
 PEERS = {
     "ddp": "torch's DistributedDataParallel, gradients as views of its buckets",
     "ddp-bf16": "the same with torch's bf16 hook",

@@ -26,6 +26,19 @@ def nocomm(setting: Setting) -> Variant:
     return Variant(setting, setting.module, adamw(setting.module))
 
 
+class Met(Variant):
+    """The bare module, and a barrier after its backward pass."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting, setting.module, adamw(setting.module))
+        self._world = setting.world
+
+    def backward(self) -> None:
+        """Compute the gradients, and wait for the others to have theirs."""
+        super().backward()
+        self._world.barrier()
+
+
 def replicated(setting: Setting) -> Variant:
     """lockstep.DataParallel with nothing but the defaults, and a wire if the kind is one."""
     model: nn.Module = lockstep.DataParallel(

@@ -47,7 +47,9 @@ def _group(world: lockstep.World, backend: str | None) -> dist.ProcessGroup | No
 
 
 def _maker(kind: str) -> Callable[[Setting], Variant]:
-    if kind in LIMITS:
+    if kind == "meeting":
+        place = ("ours", "Met")
+    elif kind in LIMITS:
         place = ("ours", "nocomm")
     elif kind.startswith("trainer"):
         place = ("ours", "trained")
