@@ -99,7 +99,7 @@ def test_steps_are_compared_and_who_fails_is_listed(tmp_path, peers):
     assert losses["zero3"] == pytest.approx(losses["ddp/gloo"], rel=1e-6)
     assert "  accelerate      OSError: the wheel\n" in ended.stdout
     bars = [each for each in ElementTree.parse(picture).iter() if each.get("class") in ("ours", "peer", "limit")]
-    assert len(bars) == 4
+    assert len(bars) == 5
 
 
 @pytest.mark.skipif("FULL" not in os.environ, reason="takes minutes; run it with FULL=1")
