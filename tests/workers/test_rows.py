@@ -163,7 +163,7 @@ def test_rows_of_split_gradients(started_pool, way, zero):
         assert [weights for weights, _ in as_rows] == [weights for weights, _ in whole]
         assert len({weights for weights, _ in whole}) == 1
         assert all(num_active == as_rows[0][1] for _, num_active in as_rows)
-        stays = way in AS_ROWS or way in ("never_zeroed", "zeroed_in_place")  # The parameter itself has no gradient.
+        stays = way in (*AS_ROWS, "never_zeroed", "zeroed_in_place", "left_over")  # The parameter has no gradient then.
         assert as_rows[0][1] == [1] * STEPS if stays else as_rows[0][1][-1] == 0
 
 
