@@ -7,7 +7,9 @@ is news only if they were not when the pass began. So all are heard of again, fo
     gradients are there when a pass begins (they are zeroed in place, or not at all), or accumulated without being sent
     one comes in a later place than expected, or in portions: it is sent at the end of the pass, or in an extra round
 
-Each worker decides for itself.
+Each worker decides for itself. So it is too where the output has no tensor by which a pass could be heard of. What
+cannot be noticed is a pass that comes to none of the output's tensors, and to no parameter but silent ones: a loss that
+the module keeps to itself, of small parameters alone. Its gradients stay where they are.
 """
 
 from collections.abc import Sequence
