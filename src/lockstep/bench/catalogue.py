@@ -12,8 +12,9 @@ from importlib import metadata, util
 from lockstep.errors import UsageError
 
 OURS = {
-    "lockstep": "lockstep.DataParallel",
-    "zero1": "the same, optimizer state split",
+    "lockstep": "lockstep.DataParallel, which is given the optimizer",
+    "untold": "the same without the optimizer, as in DDP's place",
+    "zero1": "lockstep.DataParallel, optimizer state split",
     "zero2": "and gradients",
     "zero3": "and parameters",
     "half": "lockstep.DataParallel, gradients travel as bf16",
@@ -50,7 +51,7 @@ PEERS = {
 }
 """Kinds of everybody else."""
 KINDS = {**LIMITS, **OURS, **PEERS}
-BUCKETED = ("lockstep", "zero1", "zero2", "zero3", "ddp")
+BUCKETED = ("lockstep", "untold", "zero1", "zero2", "zero3", "ddp")
 """Kinds that take a cap of their buckets;"""
 MOVABLE = (*BUCKETED, "zero-redundancy", "fsdp2")
 """kinds that take a backend."""

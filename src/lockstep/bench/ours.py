@@ -41,13 +41,15 @@ class Met(Variant):
 
 def replicated(setting: Setting) -> Variant:
     """lockstep.DataParallel with nothing but the defaults, and a wire if the kind is one."""
+    optimizer = adamw(setting.module)
     model: nn.Module = lockstep.DataParallel(
         setting.module,
         bucket_cap_mb=setting.cap_mb,
         process_group=setting.group,
         wire=WIRES.get(setting.kind),
+        optimizer=None if setting.kind == "untold" else optimizer,
     )
-    return Variant(setting, model, adamw(model))
+    return Variant(setting, model, optimizer)
 
 
 def split(setting: Setting) -> Variant:

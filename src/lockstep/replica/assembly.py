@@ -22,8 +22,11 @@ from lockstep.replica.buckets import Buckets
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.choosing import coded_by
 from lockstep.replica.coded import Coded, require_wire
+from lockstep.replica.cores import are_all_computing
+from lockstep.replica.elementwise import may_be_cut
+from lockstep.replica.flat_update import FlatUpdate, is_worth_it
 from lockstep.replica.holding import Holding, MasterHolding, PartHolding
-from lockstep.replica.layout import Granularity
+from lockstep.replica.layout import LATE, UNCUT, Granularity
 from lockstep.replica.lending import lend_to_layers
 from lockstep.replica.meta import Materials, has_meta
 from lockstep.replica.notes import tail_numel
@@ -34,6 +37,7 @@ from lockstep.replica.reduction import BucketReduction, Fast
 from lockstep.replica.rows import Rows
 from lockstep.replica.shards import Shards
 from lockstep.replica.shared_state import SharedState
+from lockstep.replica.stretch import Stretches
 from lockstep.replica.zero import Zero, require_stage
 from lockstep.wire import Auto, Wire
 from lockstep.world import World
@@ -89,6 +93,8 @@ class Parts:
     """The split side, where something is split."""
     holding: Holding = field(default_factory=Holding)
     """What the optimizer updates."""
+    update: FlatUpdate | None = None
+    """What has small parameters updated together, where nothing is split and the optimizer is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +146,7 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
     if asked.init_sync:
         wrapping.start_equal(world, model.names, model.params, model.owners, with_buffers=asked.starts_buffers_equal)
     shared = _shared_state(world, model, asked, zero)
-    cap_mb = asked.bucket_cap_mb_list[-1] if asked.bucket_cap_mb_list else asked.bucket_cap_mb
-    grain = wrapping.granularity(world, device, cap_mb, wire=asked.wire, zero=asked.zero)
+    grain = _grain(world, device, asked)
     placement: Placement = zero.placement if zero else Whole(reduction, memory_of(group, device), device)
     partials = asked.shards.partials if asked.shards is not None else None
     reducer = Reducer(world, shared, _buckets(shared, placement, grain), placement, group=group, partials=partials)
@@ -152,7 +157,26 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
     if partials is None:
         lend_to_layers(model.module, model.params, reducer)
     shared.buffers.see()
-    return Parts(reducer, coded, zero, PartHolding(zero) if zero is not None else Holding())
+    holding = PartHolding(zero) if zero is not None else Holding()
+    return Parts(reducer, coded, zero, holding, _flat_update(model, asked, reducer))
+
+
+def _grain(world: World, device: torch.device, asked: Asked) -> Granularity:
+    """How finely gradients are cut into buckets: no more than memory asks for where nothing can be hidden anyway."""
+    cap_mb = asked.bucket_cap_mb_list[-1] if asked.bucket_cap_mb_list else asked.bucket_cap_mb
+    is_plain = cap_mb is None and asked.wire is None and device.type == "cpu"
+    if is_plain and world.peers.are_on_one_host and are_all_computing(world):
+        return UNCUT if asked.zero < 2 else LATE
+    return wrapping.granularity(world, device, cap_mb, wire=asked.wire, zero=asked.zero)
+
+
+def _flat_update(model: _Model, asked: Asked, reducer: Reducer) -> FlatUpdate | None:
+    """Where parameters are split, this is `Zero`'s."""
+    if asked.zero or asked.optimizer is None or not is_worth_it(model.params):
+        return None
+    if not may_be_cut(asked.optimizer, model.device):
+        return None
+    return FlatUpdate(asked.optimizer, Stretches(reducer.buckets))
 
 
 def _reduction(

@@ -45,7 +45,7 @@ class Bucket:
         self.flat_grads = self.flat[: plan.tail_offset]
         self._storage = memory.untyped_storage()._cdata
         self.tail = self.flat[plan.tail_offset :]
-        self.views = [_view(self.flat, slot.offset, slot.numel, param) for slot, param in self._pairs()]
+        self.views = [view_like(self.flat, slot.offset, param) for slot, param in self._pairs()]
         self.waits = [slot.numel * self.flat.element_size() <= SMALL_BYTES for slot in plan.slots]
         """Whether a slot's gradient is copied with those of the others."""
         self.is_apart = False
@@ -59,7 +59,7 @@ class Bucket:
 
     def views_of_lane(self, lane: int) -> list[Tensor]:
         """The slots of a lane, as `views` are those of the last one."""
-        return [_view(self.lanes[lane], slot.offset, slot.numel, param) for slot, param in self._pairs()]
+        return [view_like(self.lanes[lane], slot.offset, param) for slot, param in self._pairs()]
 
     def _pairs(self) -> Any:
         return zip(self.plan.slots, self.params, strict=True)
@@ -251,9 +251,9 @@ def view_of(flat: Tensor, slot: Slot, param: Tensor) -> Tensor:
     return (torch.view_as_complex(piece.view(-1, 2)) if param.is_complex() else piece).view(param.shape)
 
 
-def _view(flat: Tensor, offset: int, numel: int, param: Tensor) -> Tensor:
-    """The slot as a tensor like `param`, with its strides where they cover it densely."""
-    piece = flat[offset : offset + numel]
+def view_like(flat: Tensor, offset: int, param: Tensor) -> Tensor:
+    """What begins at `offset` as a tensor like `param`, with its strides where they cover it densely."""
+    piece = flat[offset : offset + param.numel() * (2 if param.is_complex() else 1)]
     if param.is_complex():
         piece = torch.view_as_complex(piece.view(-1, 2))
     if is_dense(param):

@@ -54,7 +54,8 @@ class Buckets:
         plans = layout.plan(
             self._specs(self._order),
             tail_numel=self._tail_numel,
-            tail_alone=tail_alone or self._placement.is_fixed or self._placement.reduction.sends_tail_apart,
+            tail_alone=tail_alone or self._placement.reduction.sends_tail_apart,
+            tail_cap_bytes=self._placement.tail_cap_bytes,
             grain=self._grain,
             parts=self._placement.num_parts,
         )
@@ -79,7 +80,8 @@ class Buckets:
     def _before(self, bucket: Bucket) -> Bucket | None:
         """Who uses the memory of `bucket` before it does."""
         turns = self._memory.num_turns
-        return self.all[bucket.place - turns] if turns and bucket.plan.slots and bucket.place >= turns else None
+        has_own = bucket.plan.tail_numel > 0  # The last one.
+        return self.all[bucket.place - turns] if turns and not has_own and bucket.place >= turns else None
 
     def _save_grads(self) -> None:
         """Move gradients that are still wanted out of memory that is about to be laid out anew."""

@@ -126,6 +126,7 @@ class DataParallel(nn.Module):
         self._input_device = wrapping.input_device(device_ids)
         parts = assemble(self.world, module, asked)
         self._reducer, self._coded, self._zero, self._holding = parts.reducer, parts.coded, parts.zero, parts.holding
+        self._update = parts.update
         self.companion: Companion | None = None
         """What a strategy keeps with this replica."""
         reduce_dtype = self._ddp_precision.reduce_dtype if self._ddp_precision is not None else None
@@ -176,6 +177,8 @@ class DataParallel(nn.Module):
             self._reducer.release()
         if self._zero is not None:
             self._zero.release()
+        if self._update is not None:
+            self._update.release()
         if self.companion is not None:
             self.companion.release()
 

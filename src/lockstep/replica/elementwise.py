@@ -53,6 +53,14 @@ def grain_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Grain:
     return Grain.ELEMENT if close else Grain.TENSOR
 
 
+def may_be_cut(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether the tensors of `optimizer` may be cut anywhere; False where that cannot be found out."""
+    try:
+        return grain_of(optimizer, device) is Grain.ELEMENT
+    except UsageError:
+        return False
+
+
 def _pieces(tensor: Tensor) -> list[Tensor]:
     return [piece.clone() for piece in tensor.flatten().tensor_split(CUTS)]
 

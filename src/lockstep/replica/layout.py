@@ -50,6 +50,8 @@ class Granularity:
 USUAL = Granularity()
 UNCUT = Granularity(cap_bytes=sys.maxsize, share_of_rest=ALL_OF_REST, first_cap_bytes=sys.maxsize)
 """One bucket for each dtype and device."""
+LATE = Granularity(share_of_rest=ALL_OF_REST, first_cap_bytes=BUCKET_BYTES)
+"""As few as buckets of the usual size can be, where none of them need leave early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +111,33 @@ def plan(
     *,
     tail_numel: int,
     tail_alone: bool = False,
+    tail_cap_bytes: int = sys.maxsize,
     grain: Granularity = USUAL,
     parts: int = 1,
 ) -> tuple[BucketPlan, ...]:
     """Buckets in launch order, for gradients expected in the order of `specs`.
 
-    The last bucket carries a tail of `tail_numel` elements; it is one without gradients where `tail_alone` asks
-    for it or where the last bucket's dtype cannot count exactly. Gradients end where `parts` equal parts of them
-    begin on 128-byte boundaries.
+    The last bucket carries a tail of `tail_numel` elements; it is one without gradients where `tail_alone` asks for it,
+    where the last one with gradients has more than `tail_cap_bytes` or is some block's, or where its dtype cannot count
+    exactly. Gradients end where `parts` equal parts of them begin on 128-byte boundaries.
     """
     groups = _fill(specs, grain)
     last_arrival = {spec.index: place for place, spec in enumerate(specs)}
     groups.sort(key=lambda group: max(last_arrival[spec.index] for spec in group))
     buckets = [_lay_out(group, parts) for group in groups]
-    if tail_alone or not buckets or buckets[-1].dtype not in EXACT_COUNTERS:
+    if tail_alone or not buckets or not _can_carry_tail(groups[-1], tail_cap_bytes):
         device = buckets[-1].device if buckets else torch.device("cpu")
         dtypes = {bucket.dtype for bucket in buckets}  # Weights are to be as exact as what they weigh.
         buckets.append(BucketPlan(torch.float64 if torch.float64 in dtypes else torch.float32, device, (), 0))
     closing = buckets[-1]
     buckets[-1] = replace(closing, tail_numel=aligned(tail_numel, closing.dtype))
     return tuple(buckets)
+
+
+def _can_carry_tail(group: Sequence[ParamSpec], cap_bytes: int) -> bool:
+    return (
+        group[0].dtype in EXACT_COUNTERS and group[0].block < 0 and sum(spec.num_bytes for spec in group) <= cap_bytes
+    )
 
 
 def _fill(specs: Sequence[ParamSpec], grain: Granularity) -> list[list[ParamSpec]]:

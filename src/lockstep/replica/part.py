@@ -34,14 +34,25 @@ class Part:
         """The owned parameters, flat, as the optimizer updates them."""
         self._computed = computed
         """The same as the model computes with them, where these are masters of another dtype."""
-        self.own_grads: Tensor | None = None
-        """Where the reduction leaves the owned gradients; set with the buckets."""
+        self._own_grads: Tensor | None = None
         self._shapes = shapes
         """Of the parameters, where the spans hold whole ones and the optimizer is to see them as they are."""
         self.fragments: list[Fragment] = fragments(plan, self.span)
         self.params = [nn.Parameter(self._piece(own_params, each)) for each in self.fragments]
         """What the optimizer works on, one for each fragment."""
+        self.grads: list[Tensor] = []
+        """What the fragments' gradients are after a pass, where they need not be rounded."""
         self._held: Tensor | None = None
+
+    @property
+    def own_grads(self) -> Tensor | None:
+        """Where the reduction leaves the owned gradients; set with the buckets."""
+        return self._own_grads
+
+    @own_grads.setter
+    def own_grads(self, grads: Tensor) -> None:
+        self._own_grads = grads
+        self.grads = [self._piece(grads, each) for each in self.fragments]
 
     def _piece(self, own: Tensor, fragment: Fragment) -> Tensor:
         piece = own[fragment.span.begin - self.span.begin : fragment.span.end - self.span.begin]
@@ -62,9 +73,10 @@ class Part:
         grads = self.own_grads.to(self.own_params.dtype)  # Itself, where that is its dtype.
         if self._held is not None:
             grads.add_(self._held)
-        for fragment, param in zip(self.fragments, self.params, strict=True):
+        pieces = self.grads if grads is self.own_grads else [self._piece(grads, each) for each in self.fragments]
+        for fragment, param, piece in zip(self.fragments, self.params, pieces, strict=True):
             if used[fragment.index] or param.grad is not None:
-                param.grad = self._piece(grads, fragment)
+                param.grad = piece
         self._held = None
 
     def take_back(self) -> None:

@@ -6,6 +6,7 @@
 The reducer decides when a bucket travels; a placement decides how, and who gets what of it.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -42,6 +43,8 @@ class Placement(Protocol):
     """Where parameters are put that are nowhere yet."""
     grads_dtype: torch.dtype | None
     """In which gradients travel; None for that of their parameters."""
+    tail_cap_bytes: int
+    """Most bytes of a bucket that carries the notes besides its gradients."""
     blocks: Sequence[int]
     """For each parameter the block whose bucket it must be in, -1 for none; empty if there are no blocks."""
 
@@ -81,6 +84,7 @@ class Whole:
 
     num_parts = 1
     is_fixed = False
+    tail_cap_bytes = sys.maxsize
     blocks: Sequence[int] = ()
     grads_dtype: torch.dtype | None = None
 
@@ -145,6 +149,7 @@ class Split:
         grain: Grain,
         *,
         keeps_buckets: bool,
+        tail_cap_bytes: int = 0,
         blocks: Sequence[int] = (),
         precision: Precision | None = None,
         materials: Materials,
@@ -153,6 +158,7 @@ class Split:
         self._world = world
         self.device = device
         self._materials = materials
+        self.tail_cap_bytes = tail_cap_bytes
         self.blocks = blocks
         self._precision = precision
         self.grads_dtype = precision.grads if precision is not None else None
@@ -219,7 +225,7 @@ class Split:
             part.hold()
 
     def send(self, bucket: Bucket) -> Any:
-        """Reduce-scatter, or all-reduce where that cannot be or is better; all-reduce for the notes."""
+        """Reduce-scatter, or all-reduce where that cannot be or is better; all-reduce where notes travel along."""
         part = self._part(bucket)
         self._flat_params.done(bucket.place if part is not None else None)
         if part is None or not self._scatters(part):
@@ -280,7 +286,7 @@ class Split:
         param.grad = None
 
     def _scatters(self, part: Part) -> bool:
-        return self.reduction.scatters(part.spans)
+        return not part.plan.tail_numel and self.reduction.scatters(part.spans)
 
     def _part(self, bucket: Bucket) -> Part | None:
         return self.parts[bucket.place] if bucket.place < len(self.parts) else None
