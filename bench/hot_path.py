@@ -43,7 +43,7 @@ ITEMS = {
     "forward: prologue": "Reducer.before_forward Zero.see_forward",
     "backward: begin": "Reducer.begin",
     "hook of each gradient": "Reducer.arrive",
-    "lending slots": "Reducer.lend",
+    "lending slots": "SlotLender.lend",
     "gradients into buckets": "Bucket.put Bucket.put_later Bucket.put_waiting Bucket.fill_missing",
     "launching": "Reducer._launch",
     "reduction": "",

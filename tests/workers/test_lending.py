@@ -127,7 +127,7 @@ def _train(world, way):
 
 def count_loans(reducer):
     """A list that grows with every slot that is lent."""
-    lent, lend = [], reducer.lend
+    lent, lend = [], reducer.lender.lend
 
     def counted(index, param, operands):
         loan = lend(index, param, operands)
@@ -135,7 +135,7 @@ def count_loans(reducer):
             lent.append(index)
         return loan
 
-    reducer.lend = counted
+    reducer.lender.lend = counted
     return lent
 
 

@@ -1,5 +1,7 @@
 """Small gradients of whose arrival nobody tells: nothing is lost, whatever the order and whoever had one before."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,20 @@ from lockstep.replica import bucket as bucket_module
 
 STEPS, CHANGES_AT = 6, 3
 
-SILENT = ["plain", "unused", "weighted", "frozen_later", "hooked_before", "small_buckets", "zero1", "zero3", "failing"]
+SILENT = [
+    "plain",
+    "unused",
+    "unused_by_all",
+    "weighted",
+    "frozen_later",
+    "hooked_before",
+    "small_buckets",
+    "zero1",
+    "zero3",
+    "failing",
+    "graph_kept",
+    "asked_for_inputs",
+]
 """Ways to train in which some gradients are not told of to the end."""
 TOLD = [
     "unwatched_part",
@@ -43,7 +58,7 @@ class Net(nn.Module):
         layers = list(self.layers)
         if self.is_changed and self.way == "reordered":
             layers.reverse()
-        if self.is_changed and self.way == "unused" and self.rank == 0:
+        if self.is_changed and (self.way == "unused_by_all" or (self.way == "unused" and self.rank == 0)):
             del layers[4:8]
         if self.is_changed and self.way == "unwatched_part":
             return Hidden(layers[8](x).square().mean())
@@ -86,7 +101,7 @@ def _train(world, way):
             net.layers[3].weight.requires_grad_(False)
         if way != "never_zeroed":
             optimizer.zero_grad(set_to_none=way != "zeroed_in_place")
-        x = torch.randn(8, 16, generator=generator)
+        x = torch.randn(8, 16, generator=generator).requires_grad_(way == "asked_for_inputs")
         if way == "accumulated" and net.is_changed:
             with model.no_sync():
                 model(torch.randn(8, 16, generator=generator)).backward()
@@ -97,13 +112,25 @@ def _train(world, way):
         loss = loss.value if isinstance(loss, Hidden) else loss
         if way == "twice" and net.is_changed:
             loss.backward(retain_graph=True)
+        if way == "asked_for_inputs":
+            torch.autograd.grad(loss, x, retain_graph=True)
+            assert all(param.grad is None for param in net.parameters()), "nothing was computed for them"
         if way == "weighted":
             lockstep.backward(loss, weight=world.rank + 1)
         else:
-            loss.backward()
+            _backward(loss, keeps_graph=way == "graph_kept" and net.is_changed)
+        if way == "unused_by_all":
+            has_grads = [layer.weight.grad is not None for layer in net.layers]
+            assert has_grads == [not net.is_changed or number not in range(4, 8) for number in range(12)]
         num_silent.append(len(model._reducer._silent._indices))
         optimizer.step()
     return torch.cat([param.detach().flatten() for param in net.parameters()]), num_silent
+
+
+def _backward(loss, keeps_graph):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of reference cycles.
+        loss.backward(create_graph=keeps_graph)
 
 
 def _fail_once(world, model, net, x):

@@ -155,7 +155,7 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
         if shared.rows is not None:
             shared.rows.split(zero.placement.parts)
     if partials is None:
-        lend_to_layers(model.module, model.params, reducer)
+        lend_to_layers(model.module, model.params, reducer.lender)
     shared.buffers.see()
     holding = PartHolding(zero) if zero is not None else Holding()
     return Parts(reducer, coded, zero, holding, _flat_update(model, asked, reducer))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.replica.layout import BucketPlan, Slot
+from lockstep.replica.silent_slots import SilentSlots
 
 SMALL_BYTES = 16 << 10
 """Gradients up to here are copied into their bucket together: 23,500 instructions each instead of 38,800, all else as
@@ -45,12 +46,13 @@ class Bucket:
         self.flat_grads = self.flat[: plan.tail_offset]
         self._storage = memory.untyped_storage()._cdata
         self.tail = self.flat[plan.tail_offset :]
-        self.views = [view_like(self.flat, slot.offset, param) for slot, param in self._pairs()]
+        # Each with a version of its own, by which it is known whether something was added to it: see silent_slots.py.
+        self.views = [view_like(self.flat, slot.offset, param).data for slot, param in self._pairs()]
         self.waits = [slot.numel * self.flat.element_size() <= SMALL_BYTES for slot in plan.slots]
         """Whether a slot's gradient is copied with those of the others."""
         self.is_apart = False
         """Whether it keeps its place and stays empty, since its gradients travel otherwise: see rows.py."""
-        self._silent: Sequence[int] = ()
+        self._silent = SilentSlots((), (), (), (), self.flat)
         self.previous: Bucket | None = None
         """The bucket that uses the same memory before this one in every pass."""
         self.work: Any = None
@@ -74,8 +76,13 @@ class Bucket:
 
         They are to be small, and to have no gradient when a pass begins.
         """
-        self._silent = slots
+        self._silent = SilentSlots(slots, self.plan.slots, self.params, self.views, self.flat)
         self.reset()
+
+    def offer(self) -> None:
+        """A pass begins: let autograd add silent gradients to their slots, if nobody else uses the memory now."""
+        if self.previous is None:
+            self._silent.offer()
 
     def is_ready(self) -> bool:
         """Whether all gradients have arrived."""
@@ -83,18 +90,28 @@ class Bucket:
             self.take_silent()
         return not self.num_missing
 
+    def has_silent(self) -> bool:
+        """Whether gradients have arrived without a word that were not noted yet."""
+        return any(self._silent.come(self._filled))
+
     def take_silent(self) -> bool:
         """Note those gradients that have arrived without a word; returns whether there were any."""
-        found = [slot for slot in self._silent if not self._filled[slot] and self.params[slot].grad is not None]
-        for slot in found:
+        in_place, elsewhere = self._silent.come(self._filled)
+        for slot in (*in_place, *elsewhere):
             self._filled[slot] = True
-        self.num_missing -= len(found)
-        self._waiting += found
-        return bool(found)
+        self.num_missing -= len(in_place) + len(elsewhere)
+        self._waiting += elsewhere
+        return bool(in_place or elsewhere)
 
     def late(self) -> list[int]:
         """Numbers of parameters of which more has come, without a word, after the bucket has left."""
-        return [self.indices[slot] for slot in self._silent if self.params[slot].grad is not None]
+        return [self.indices[slot] for slot in self._silent.numbers if self.params[slot].grad is not None]
+
+    def withdraw(self) -> None:
+        """Nothing comes of the pass: no parameter has a gradient of it."""
+        self._silent.take_back()
+        for slot in self.mixed:
+            self.params[slot].grad = None
 
     @property
     def is_held_up(self) -> bool:
@@ -113,7 +130,9 @@ class Bucket:
         self._num_awaited -= 1
 
     def put_waiting(self, factor: Factor) -> None:
-        """Move what had to wait into its slots, times `factor`."""
+        """Let everything be in its slot, times `factor`."""
+        for run in self._silent.take_back():
+            _scale_into(run, run, factor)
         if not self._waiting:
             return
         params = [self.params[slot] for slot in self._waiting]
@@ -172,7 +191,9 @@ class Bucket:
         """Whether the slot's gradient has arrived in this step."""
         if self._filled[slot] or slot in self.mixed:
             return True
-        return (self.is_apart or slot in self._silent) and self.params[slot].grad is not None
+        is_silent = self.is_apart or slot in self._silent.numbers
+        grad = self.params[slot].grad
+        return is_silent and grad is not None and grad is not self.views[slot]
 
     def fill_missing(self, factor: Factor) -> None:
         """Put what there is (nothing, or what earlier passes left) into the slots whose gradient did not come."""
@@ -192,11 +213,6 @@ class Bucket:
             self.views[slot].mul_(1.0 - factor).add_(_dense(param.grad) * factor)
         param.grad = None
 
-    def drop_mixed(self) -> None:
-        """The step is void: of what is neither here nor there, nothing stays."""
-        for slot in self.mixed:
-            self.params[slot].grad = None
-
     def launch(self, send: Launch) -> None:
         """Hand the buffer to the backend."""
         self.is_launched = True
@@ -205,7 +221,7 @@ class Bucket:
     def reset(self) -> None:
         """Ready for the next step."""
         self.num_missing = len(self.plan.slots)
-        self._num_awaited = self.num_missing - len(self._silent)
+        self._num_awaited = self.num_missing - len(self._silent.numbers)
         self.is_launched = False
         self.is_settled = False
         """Whether the reduction is over and this worker has what it keeps of it."""

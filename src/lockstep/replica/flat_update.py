@@ -131,6 +131,7 @@ class FlatUpdate:
     @torch.no_grad()
     def _lay(self, optimizer: torch.optim.Optimizer, stretches: Sequence[Stretch]) -> None:
         """Choose windows by what is there now, and move parameters and state there."""
+        self._drop()
         group_of = {param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
         together: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         for stretch in stretches:

@@ -29,7 +29,7 @@ from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
 from lockstep.replica.gauge import Gauge
 from lockstep.replica.hook import CommHook
-from lockstep.replica.lending import is_power_of_two
+from lockstep.replica.lender import SlotLender
 from lockstep.replica.notes import Notes
 from lockstep.replica.partials import Partials
 from lockstep.replica.pass_edges import PassEnd
@@ -79,6 +79,8 @@ class Reducer:
             world, shared, buckets, placement, self._traffic, self.weighing, self.attendance, self._has_one_order
         )
         self._silent = Silent(self._arrivals, buckets, shared.params, is_over=partials is not None)
+        self.lender = SlotLender(buckets, self._traffic, self.weighing)
+        """Who asks it for a slot may compute a gradient there."""
         self._prepare_buckets()
         # The pass in flight.
         self._syncs = True
@@ -94,8 +96,6 @@ class Reducer:
         """Parameters whose gradients were accumulated here and are in no bucket yet."""
         self._extra: set[int] = set()
         """Parameters whose gradients no bucket of this step can take."""
-        self._mixed: set[int] = set()
-        """Parameters whose slots are not lent any more: see lending.py."""
         self._is_heard = False
         """Whether somebody listens to this pass."""
         self._spent_ns = 0
@@ -168,8 +168,12 @@ class Reducer:
             self._silent.end(self)
         self._placement.begin()
         self._placement.reduction.begin()
+        for bucket in self._buckets.all:
+            bucket.offer()
         end = PassEnd(self.finish)
         self._armed = weakref.ref(end)
+        if self._observed is None:
+            self.lender.open(self.step, self._armed)
         end.queue()
         self._is_heard = bool(self._world.events)
         if self._is_heard:
@@ -198,7 +202,7 @@ class Reducer:
             self._extra.add(index)
             return
         begun_ns = time.perf_counter_ns() if self._is_heard else 0
-        if bucket.waits[slot] or not self._vacate(bucket):
+        if bucket.waits[slot] or not self._traffic.vacate(bucket, self.step):
             bucket.put_later(slot)
         else:
             bucket.put(slot, param, self.weighing.factor)
@@ -218,23 +222,6 @@ class Reducer:
         self._touched |= self._silent.found()
         self.begin()
 
-    def lend(self, index: int, param: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
-        """Where the gradient of parameter `index` can be computed from `operands`, and the factor; None if nowhere.
-
-        Called inside the backward pass, before that gradient arrives.
-        """
-        factor = self.weighing.factor
-        is_sending = self._armed is not None and self._armed() is not None and self._observed is None
-        if not is_sending or param.grad is not None or not is_power_of_two(factor):
-            return None
-        place = self._buckets.places[index]
-        if place is None or index in self._buckets.deferred or index in self._mixed:
-            return None
-        bucket, slot = place
-        if bucket.views[slot].dtype is not param.dtype or not bucket.can_lend(slot, operands):
-            return None
-        return (bucket.lend(slot), factor) if self._is_vacant(bucket) else None
-
     def _is_in_rows(self, index: int) -> bool:
         return self._rows is not None and index in self._rows.active
 
@@ -248,26 +235,9 @@ class Reducer:
                 return
             self._launch(bucket)
 
-    def _vacate(self, bucket: Bucket) -> bool:
-        """Whether `bucket` has its memory for itself; waits for the one before it if that is on its way."""
-        before = bucket.previous
-        if before is None or before.is_settled:
-            return True
-        if not before.is_launched:
-            return False
-        self._traffic.settle(before, self.step)
-        return True
-
-    def _is_vacant(self, bucket: Bucket) -> bool:
-        """The same, without waiting."""
-        before = bucket.previous
-        if before is not None and before.is_launched and not before.is_settled and not before.work.is_completed():
-            return False
-        return self._vacate(bucket)
-
     def _launch(self, bucket: Bucket) -> None:
         self._num_launched += 1
-        self._vacate(bucket)
+        self._traffic.vacate(bucket, self.step)
         if bucket.is_apart:
             bucket.is_launched = bucket.is_settled = True
             return
@@ -285,9 +255,16 @@ class Reducer:
 
     def finish(self) -> None:
         """The backward pass has ended: send the rest, wait, hand out. Called by the engine."""
+        self._disarm()
+        if self._has_arrived or any(bucket.has_silent() for bucket in self._buckets.all):
+            self._finish()
+        else:  # The pass reached no parameter, as torch.autograd.grad for inputs.
+            for bucket in self._buckets.all:
+                bucket.withdraw()
+
+    def _disarm(self) -> None:
         self._armed = None
-        if self._has_arrived or self._silent.found():
-            self._finish()  # Else the pass reached no parameter, as torch.autograd.grad for inputs.
+        self.lender.close()
 
     def finish_without_pass(self) -> None:
         """End a step in which this worker's last shard has no samples."""
@@ -302,7 +279,7 @@ class Reducer:
         try:
             self._look_for_late_ones()
             for bucket in self._buckets.all[self._num_launched :]:
-                self._vacate(bucket)
+                self._traffic.vacate(bucket, self.step)
                 if not bucket.is_apart:
                     bucket.fill_missing(self.weighing.factor)
                 if bucket is not self._buckets.closing:
@@ -348,7 +325,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Make the step in flight void on all workers: this one cannot do its part."""
-        self._armed = None
+        self._disarm()
         self._prepare_buckets()
         try:
             for bucket in self._buckets.all[self._num_launched :]:
@@ -409,7 +386,7 @@ class Reducer:
             self._drop()
         self._is_handed_out = False
         for bucket in self._buckets.all:
-            self._mixed.update(bucket.indices[slot] for slot in bucket.mixed)
+            self.lender.learn_from(bucket)
             bucket.reset()
         self._num_launched = 0
         self._spent_ns = 0
@@ -428,6 +405,6 @@ class Reducer:
     def _drop(self) -> None:
         """The step is void: what of its gradients is not in buckets goes the way of those that are."""
         for bucket in self._buckets.all:
-            bucket.drop_mixed()
+            bucket.withdraw()
         for index in self._rows.active if self._rows is not None else ():
             self._params[index].grad = None

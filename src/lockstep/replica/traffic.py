@@ -1,6 +1,7 @@
 """Buckets on their way: how each is sent and waited for, and who is told that it has arrived.
 
     send             hand a bucket to the backend, or to the user's communication hook
+    vacate           wait for the bucket whose memory another is about to use
     settle           wait until its sum is there, and let the placement take what this worker keeps of it
     tell_arrivals    of buckets that came while others were being filled, to those who listen
 
@@ -51,6 +52,23 @@ class Traffic:
         bucket.work = None  # It may hold copies of the bucket: gloo's reduce-scatter does.
         bucket.is_settled = True
         self._tell_reduced(bucket, step)
+
+    def vacate(self, bucket: Bucket, step: int) -> bool:
+        """Whether `bucket` has its memory for itself; waits for the one before it if that is on its way."""
+        before = bucket.previous
+        if before is None or before.is_settled:
+            return True
+        if not before.is_launched:
+            return False
+        self.settle(before, step)
+        return True
+
+    def is_vacant(self, bucket: Bucket, step: int) -> bool:
+        """The same, without waiting."""
+        before = bucket.previous
+        if before is not None and before.is_launched and not before.is_settled and not before.work.is_completed():
+            return False
+        return self.vacate(bucket, step)
 
     def _await(self, bucket: Bucket, step: int) -> None:
         if self._hook is not None and bucket.plan.slots:

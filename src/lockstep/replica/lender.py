@@ -1,0 +1,52 @@
+"""Which slots can be had to compute a gradient in: see lending.py."""
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lockstep.replica.bucket import Bucket
+from lockstep.replica.buckets import Buckets
+from lockstep.replica.lending import is_power_of_two
+from lockstep.replica.pass_edges import PassEnd
+from lockstep.replica.traffic import Traffic
+from lockstep.replica.weighing import Weighing
+
+
+class SlotLender:
+    """Lends the slots of one replica's buckets, in passes that it is opened for."""
+
+    def __init__(self, buckets: Buckets, traffic: Traffic, weighing: Weighing) -> None:
+        self._buckets = buckets
+        self._traffic = traffic
+        self._weighing = weighing
+        self._step = -1
+        self._pass: weakref.ref[PassEnd] | None = None
+        """What lives until the pass has ended, well or badly."""
+        self._mixed: set[int] = set()
+        """Parameters whose slots are not lent any more."""
+
+    def open(self, step: int, end: "weakref.ref[PassEnd]") -> None:
+        """The pass of `step` begins: its gradients travel, and come in an order that is known."""
+        self._step, self._pass = step, end
+
+    def close(self) -> None:
+        """It is over."""
+        self._pass = None
+
+    def lend(self, index: int, param: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
+        """See Lender. Called inside the backward pass, before that gradient arrives."""
+        is_open, factor = self._pass is not None and self._pass() is not None, self._weighing.factor
+        if not is_open or param.grad is not None or not is_power_of_two(factor):
+            return None
+        place = self._buckets.places[index]
+        if place is None or index in self._buckets.deferred or index in self._mixed:
+            return None
+        bucket, slot = place
+        if bucket.views[slot].dtype is not param.dtype or not bucket.can_lend(slot, operands):
+            return None
+        return (bucket.lend(slot), factor) if self._traffic.is_vacant(bucket, self._step) else None
+
+    def learn_from(self, bucket: Bucket) -> None:
+        """Do not lend again what turned out to be only a part of a gradient."""
+        self._mixed.update(bucket.indices[slot] for slot in bucket.mixed)

@@ -1,0 +1,80 @@
+"""The slots of one bucket of whose gradients nobody tells, and how these come into them: see silent.py.
+
+offer      a pass begins, and the memory is free: every slot, zeroed, is its parameter's gradient, so that autograd
+           adds in place what it has computed, and nothing is left to copy
+come       which gradients have come: where a slot was offered, its version tells. Where the parameter has another
+           one it was not added in place, as under `create_graph`, or the slot was not offered
+take_back  the bucket is about to leave: no parameter has a slot for its gradient any more
+"""
+
+import operator
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lockstep.replica.layout import Slot
+
+_grad_of = operator.attrgetter("grad")
+
+
+class SilentSlots:
+    """Some slots of a bucket. `views` are all of its slots, each with a version of its own, in `flat`."""
+
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        slots: Sequence[Slot],
+        params: Sequence[Tensor],
+        views: Sequence[Tensor],
+        flat: Tensor,
+    ) -> None:
+        self.numbers = numbers
+        """Of the slots, in their bucket."""
+        self._params = [params[number] for number in numbers]
+        self._views = [views[number] for number in numbers]
+        self._runs = [flat[begin:end] for begin, end in _runs(numbers, slots)]
+        self._can_offer = all(v.dtype is p.dtype for v, p in zip(self._views, self._params, strict=True))
+        self._versions: list[int] | None = None
+        """Of the slots when they were offered; None while they are not."""
+
+    def offer(self) -> None:
+        """Let autograd add to the slots themselves. No parameter has a gradient, and nobody uses the memory."""
+        if self._can_offer and self._params:
+            for run in self._runs:
+                run.zero_()
+            for param, view in zip(self._params, self._views, strict=True):
+                param.grad = view
+            self._versions = [view._version for view in self._views]
+
+    def come(self, taken: Sequence[bool]) -> tuple[list[int], list[int]]:
+        """Numbers of slots whose gradient has come and is not `taken` yet: into the slot, and elsewhere."""
+        before, grads = self._versions, list(map(_grad_of, self._params))
+        if before is None:
+            return [], [n for n, grad in zip(self.numbers, grads, strict=True) if grad is not None and not taken[n]]
+        found: tuple[list[int], list[int]] = [], []
+        for number, grad, view, version in zip(self.numbers, grads, self._views, before, strict=True):
+            if grad is not None and not taken[number] and (grad is not view or view._version != version):
+                found[grad is not view].append(number)
+        return found
+
+    def take_back(self) -> Sequence[Tensor]:
+        """Let parameters have no slot for a gradient; returns the memory of those that were offered, in few tensors."""
+        if self._versions is None:
+            return ()
+        self._versions = None
+        for param, view in zip(self._params, self._views, strict=True):
+            if param.grad is view:
+                param.grad = None
+        return self._runs
+
+
+def _runs(numbers: Sequence[int], slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """The memory of these slots, in elements, neighbours together."""
+    runs: list[tuple[int, int]] = []
+    last = -2
+    for number in sorted(numbers):
+        slot = slots[number]
+        begin = runs.pop()[0] if number == last + 1 else slot.offset
+        runs.append((begin, slot.offset + slot.numel))
+        last = number
+    return runs
