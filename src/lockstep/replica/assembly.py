@@ -7,6 +7,7 @@
 Every worker assembles the same, in the same order, since the parts talk to their like while they are made.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -149,7 +150,8 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
     grain = _grain(world, device, asked)
     placement: Placement = zero.placement if zero else Whole(reduction, memory_of(group, device), device)
     partials = asked.shards.partials if asked.shards is not None else None
-    reducer = Reducer(world, shared, _buckets(shared, placement, grain), placement, group=group, partials=partials)
+    buckets = _buckets(shared, placement, grain)
+    reducer = Reducer(world, shared, buckets, placement, group=group, partials=partials)
     if zero is not None:
         zero.take_over(model.params)
         if shared.rows is not None:
@@ -158,7 +160,7 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
         lend_to_layers(model.module, model.params, reducer.lender)
     shared.buffers.see()
     holding = PartHolding(zero) if zero is not None else Holding()
-    return Parts(reducer, coded, zero, holding, _flat_update(model, asked, reducer))
+    return Parts(reducer, coded, zero, holding, _flat_update(model, asked, buckets))
 
 
 def _grain(world: World, device: torch.device, asked: Asked) -> Granularity:
@@ -170,13 +172,24 @@ def _grain(world: World, device: torch.device, asked: Asked) -> Granularity:
     return wrapping.granularity(world, device, cap_mb, wire=asked.wire, zero=asked.zero)
 
 
-def _flat_update(model: _Model, asked: Asked, reducer: Reducer) -> FlatUpdate | None:
+def _flat_update(model: _Model, asked: Asked, buckets: Buckets) -> FlatUpdate | None:
     """Where parameters are split, this is `Zero`'s."""
     if asked.zero or asked.optimizer is None or not is_worth_it(model.params):
         return None
     if not may_be_cut(asked.optimizer, model.device):
         return None
-    return FlatUpdate(asked.optimizer, Stretches(reducer.buckets))
+    stretches = Stretches(buckets.all)
+    update = FlatUpdate(asked.optimizer, stretches)
+    holders = weakref.ref(update), weakref.ref(stretches)
+
+    def forget() -> None:
+        for holder in holders:
+            alive = holder()
+            if alive is not None:
+                alive.forget()
+
+    buckets.before_renewal = forget
+    return update
 
 
 def _reduction(

@@ -46,8 +46,9 @@ class Bucket:
         self.flat_grads = self.flat[: plan.tail_offset]
         self._storage = memory.untyped_storage()._cdata
         self.tail = self.flat[plan.tail_offset :]
-        # Each with a version of its own, by which it is known whether something was added to it: see silent_slots.py.
-        self.views = [view_like(self.flat, slot.offset, param).data for slot, param in self._pairs()]
+        self.views: list[Tensor] = []
+        """The slots, as tensors like the parameters."""
+        self._view_slots()
         self.waits = [slot.numel * self.flat.element_size() <= SMALL_BYTES for slot in plan.slots]
         """Whether a slot's gradient is copied with those of the others."""
         self.is_apart = False
@@ -58,6 +59,11 @@ class Bucket:
         self.work: Any = None
         self.is_launched = self.is_settled = False
         self.reset()
+
+    def _view_slots(self) -> None:
+        # Each with a version of its own, by which it is known whether something was added to it: see silent_slots.py.
+        self.views[:] = [view_like(self.flat, slot.offset, param).data for slot, param in self._pairs()]
+        self._addresses = [view.data_ptr() for view in self.views]
 
     def views_of_lane(self, lane: int) -> list[Tensor]:
         """The slots of a lane, as `views` are those of the last one."""
@@ -81,6 +87,10 @@ class Bucket:
 
     def offer(self) -> None:
         """A pass begins: let autograd add silent gradients to their slots, if nobody else uses the memory now."""
+        if [view.data_ptr() for view in self.views] != self._addresses:
+            # They are handed out as gradients, and somebody has set the `data` of one.
+            self._view_slots()
+            self.silence(self._silent.numbers)
         if self.previous is None:
             self._silent.offer()
 

@@ -4,7 +4,7 @@ The order is a guess (the reverse of registration) until the first step has show
 get a gradient only later. It is the same on all workers at all times: it changes only by what all of them agreed on.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from torch import Tensor
 
@@ -43,6 +43,8 @@ class Buckets:
         """Of each parameter: its bucket and its slot there, or None if it has no place."""
         self.is_due = True
         """Whether they have to be made anew before the next pass."""
+        self.before_renewal: Callable[[], object] = tuple
+        """Called before that, so that nobody holds the old ones."""
 
     @property
     def closing(self) -> Bucket:
@@ -59,6 +61,7 @@ class Buckets:
             grain=self._grain,
             parts=self._placement.num_parts,
         )
+        self.before_renewal()
         self.all.clear()  # Frees the old ones before the new ones are made, where no gradient holds them.
         self._save_grads()
         self.places = [None] * len(self._params)

@@ -54,9 +54,11 @@ class DataParallel(nn.Module):
 
     Lockstep's own:
 
-    optimizer, zero: split what is redundant over the workers (see docs/zero.md): 1 the optimizer's state and work, 2
-        the gradients as well, 3 the parameters as well. `optimizer` is re-pointed, in place, at this worker's part; the
-        loop, schedulers and groups stay as they are. `param.grad` is None then: use `model.clip_grad_norm_`.
+    optimizer: what updates the model. On CPUs many small parameters are then updated by few calls, with the same bits;
+        for that they are moved into common memory.
+    zero: split what is redundant over the workers (see docs/zero.md): 1 the optimizer's state and work, 2 the gradients
+        as well, 3 the parameters as well. `optimizer` is re-pointed, in place, at this worker's part; the loop,
+        schedulers and groups stay as they are. `param.grad` is None then: use `model.clip_grad_norm_`.
     precision: `lockstep.Precision(params=..., grads=..., master=...)`: compute in one dtype, reduce in another, update
         master weights in a third; with zero=1 to 3.
     wire: one of `lockstep.wire` (Half, Int8, Sign, TopK, LowRank): how gradients are encoded while they travel, for

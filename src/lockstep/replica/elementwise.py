@@ -19,8 +19,13 @@ SHAPE = (12, 16)
 CUTS = (70, 74)
 """Within rows, so that neither rows nor columns stay whole."""
 STEPS = 3
-TOLERANCE = 1e-5
-"""Kernels round differently at the ends of tensors; an optimizer that looks at norms or rows differs by far more."""
+LEAST_RATE = 0.01
+"""Learning rates are raised to this: in a warm-up nothing would move."""
+TOLERANCE = 1e-3
+"""Of the way that the weights go: kernels round differently at the ends of tensors; an optimizer that looks at norms or
+rows differs by far more."""
+ROUNDING = 1e-5
+"""A way no longer than this says nothing."""
 
 
 class Grain(enum.Enum):
@@ -35,22 +40,41 @@ def grain_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Grain:
 
     It is tried on `device`, where its parameters are or will be.
     """
+    groups = {repr(_hyper(group)): group for group in optimizer.param_groups}
+    grains = {_grain_in(optimizer, group, device) for group in groups.values()}
+    return Grain.TENSOR if Grain.TENSOR in grains else Grain.ELEMENT
+
+
+def _grain_in(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> Grain:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(SHAPE, generator=generator).to(device)
     grads = [torch.randn(SHAPE, generator=generator).to(device) for _ in range(STEPS)]
     try:
-        whole = _train(optimizer, [start.clone()], [[grad] for grad in grads])
+        whole = torch.cat(_train(optimizer, group, [start.clone()], [[grad] for grad in grads]))
     except Exception as error:
         raise UsageError(
             f"{type(optimizer).__name__} cannot be split over the workers: a trial step on one matrix failed "
             f"({type(error).__name__}: {error}). Use zero=0 with this optimizer."
         ) from error
     try:
-        cut = _train(optimizer, _pieces(start), [_pieces(grad) for grad in grads])
+        cut = torch.cat(_train(optimizer, group, _pieces(start), [_pieces(grad) for grad in grads]))
     except Exception:  # It refuses vectors, so it wants whole tensors.
         return Grain.TENSOR
-    close = torch.allclose(torch.cat(cut), torch.cat(whole), rtol=TOLERANCE, atol=TOLERANCE)
-    return Grain.ELEMENT if close else Grain.TENSOR
+    way = (whole - start.flatten()).abs().max().item()
+    is_close = (cut - whole).abs().max().item() <= TOLERANCE * way
+    return Grain.ELEMENT if is_close and way > ROUNDING else Grain.TENSOR
+
+
+def _hyper(group: dict[str, Any]) -> dict[str, Any]:
+    """All but the parameters, with a rate at which something moves."""
+    hyper = {name: value for name, value in group.items() if name != "params"}
+    if "lr" in hyper:
+        hyper["lr"] = max(hyper["lr"], LEAST_RATE) if not isinstance(hyper["lr"], Tensor) else _raised(hyper["lr"])
+    return hyper
+
+
+def _raised(rate: Tensor) -> Tensor:
+    return rate.detach().clone().clamp_(min=LEAST_RATE)
 
 
 def may_be_cut(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -65,10 +89,12 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
     return [piece.clone() for piece in tensor.flatten().tensor_split(CUTS)]
 
 
-def _train(optimizer: torch.optim.Optimizer, starts: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
-    """What a copy of `optimizer` makes of `starts`; the optimizer itself is left alone."""
+def _train(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], starts: list[Tensor], grads: list[list[Tensor]]
+) -> list[Tensor]:
+    """What a copy of `optimizer` makes of `starts` as it does in `group`; the optimizer itself is left alone."""
     params = [nn.Parameter(start) for start in starts]
-    trial = _copy(optimizer, params)
+    trial = _copy(optimizer, _hyper(group), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in grads:
@@ -78,9 +104,8 @@ def _train(optimizer: torch.optim.Optimizer, starts: list[Tensor], grads: list[l
     return [param.detach().flatten() for param in params]
 
 
-def _copy(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> Any:
+def _copy(optimizer: torch.optim.Optimizer, hyper: dict[str, Any], params: list[nn.Parameter]) -> Any:
     """An optimizer like this one for other parameters."""
-    hyper = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     if optimizer.state:
         # Some, as Adagrad, make their state when they are constructed, so they have to be.
         accepted = inspect.signature(type(optimizer).__init__).parameters

@@ -11,19 +11,20 @@ that no element is computed by another loop than before.
     lay           parameters and state side by side
     check         before each step: do groups, gradients, parameters and state lie where they were laid? Whoever has
                   replaced one of them (a checkpoint was loaded, a parameter got no gradient, the model was moved) gets
-                  this step member by member, and it is laid anew later
+                  this step member by member, and it is laid anew later. So does whoever looks on: hooks of the step
     update        windows enter, the optimizer steps, windows leave: also when it raises
 """
 
 import functools
 import operator
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.replica.layout import aligned
 from lockstep.replica.stretch import Stretch
@@ -43,51 +44,51 @@ class FlatUpdate:
     """The windows of one optimizer. `stretches` returns what lies side by side now, the same objects until it moves."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, stretches: Callable[[], Sequence[Stretch]]) -> None:
-        self._optimizer = weakref.ref(optimizer)
         self._stretches = stretches
         self._seen: Sequence[Stretch] | None = None
         """What lay side by side at the last step."""
         self._windows: list[Window] = []
         self._members: list[Tensor] = []
         self._grads: list[Tensor] = []
-        self._addresses: list[int] = []
-        self._groups: list[tuple[list[Tensor], list[Tensor], int]] = []
-        """Of each group: its own list, what stands in for it in a step, and how many parameters it had."""
-        self._is_behind = False
-        """Whether members were updated one by one since windows last were."""
+        self._places: list[tuple[int, tuple[int, ...]]] = []
+        """Of each member: its address and its strides."""
+        self._groups: list[_Group] = []
         self._num_layings = 0
         _wrap_step(optimizer, self)
 
+    def forget(self) -> None:
+        """Let go of everything that lies side by side: it is about to move."""
+        self._drop()
+        self._seen = None
+
     def release(self) -> None:
         """Leave the optimizer alone from now on."""
-        self._drop()
+        self.forget()
         self._num_layings = MOST_LAYINGS
         self._stretches = tuple
 
     # Around the optimizer's step
 
-    def enter(self) -> bool:
-        """Let the optimizer see windows, if all is where it was laid; returns whether it does."""
-        optimizer = self._optimizer()
-        assert optimizer is not None, "a step is called on its optimizer"
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer see windows, if all is where it was laid; `leave` must be called either way."""
         if not self._is_laid(optimizer):
-            self._is_behind = True
-            return False
+            return
         for window in self._windows:
             window.enter(optimizer.state)
-        for group, (_, together, _) in zip(optimizer.param_groups, self._groups, strict=True):
-            group["params"] = together
-        return True
+        for group in self._groups:
+            group.now["params"] = group.together
 
-    def leave(self) -> None:
-        """Let the optimizer see its parameters again."""
-        optimizer = self._optimizer()
-        assert optimizer is not None, "a step is called on its optimizer"
-        for group, (own, _, _) in zip(optimizer.param_groups, self._groups, strict=True):
-            group["params"] = own
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer see its parameters again, if it saw windows."""
+        has_stepped = False
+        for group in self._groups:
+            has_stepped = has_stepped or group.now["params"] is group.together
+            group.now["params"] = group.own
         for window in self._windows:
-            window.leave(optimizer.state)
-        torch.autograd.graph.increment_version(self._members)  # So that autograd knows that they have changed.
+            if window.param in optimizer.state:
+                window.leave(optimizer.state)
+        if has_stepped:
+            torch.autograd.graph.increment_version(self._members)  # So that autograd knows that they have changed.
 
     def _is_laid(self, optimizer: torch.optim.Optimizer) -> bool:
         stretches = self._stretches()
@@ -107,24 +108,16 @@ class FlatUpdate:
         return False
 
     def _is_intact(self, optimizer: torch.optim.Optimizer) -> bool:
-        if len(optimizer.param_groups) != len(self._groups):
-            return False
-        for group, (own, _, length) in zip(optimizer.param_groups, self._groups, strict=True):
-            if group["params"] is not own or len(own) != length:
-                return False
-        if not all(map(operator.is_, map(_grad_of, self._members), self._grads)):
-            return False
-        if [member.data_ptr() for member in self._members] != self._addresses:
-            return False
-        if not all(window.is_intact(optimizer.state) for window in self._windows):
-            return False
-        if self._is_behind and not all(window.catch_up() for window in self._windows):
-            return False
-        self._is_behind = False
-        return True
+        return (
+            len(optimizer.param_groups) == len(self._groups)
+            and all(map(_Group.is_intact, self._groups, optimizer.param_groups))
+            and all(map(operator.is_, map(_grad_of, self._members), self._grads))
+            and list(map(_place_of, self._members)) == self._places
+            and all(window.is_intact(optimizer.state) and window.catch_up() for window in self._windows)
+        )
 
     def _drop(self) -> None:
-        self._windows, self._members, self._grads, self._addresses, self._groups = [], [], [], [], []
+        self._windows, self._members, self._grads, self._places, self._groups = [], [], [], [], []
 
     # Laying
 
@@ -132,8 +125,9 @@ class FlatUpdate:
     def _lay(self, optimizer: torch.optim.Optimizer, stretches: Sequence[Stretch]) -> None:
         """Choose windows by what is there now, and move parameters and state there."""
         self._drop()
-        group_of = {param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        together: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        groups = optimizer.param_groups
+        group_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
+        together: list[list[Tensor]] = [[] for _ in groups]
         for stretch in stretches:
             for begin, end in _runs(stretch, group_of, optimizer.state):
                 window = _window(stretch, begin, end)
@@ -143,18 +137,43 @@ class FlatUpdate:
                 self._grads += stretch.grads[begin:end]
                 together[group_of[stretch.members[begin]]].append(window.param)
         inside = set(self._members)
-        self._addresses = [member.data_ptr() for member in self._members]
-        for group, windows in zip(optimizer.param_groups, together, strict=True):
+        self._places = list(map(_place_of, self._members))
+        for group, windows in zip(groups, together, strict=True):
             others = [param for param in group["params"] if param not in inside]
-            self._groups.append((group["params"], windows + others, len(group["params"])))
-        self._is_behind = False
+            self._groups.append(_Group(group, group["params"], windows + others, len(group["params"])))
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One of the optimizer's groups."""
+
+    now: dict[str, Any]
+    """Itself."""
+    own: list[Tensor]
+    """Its list of parameters,"""
+    together: list[Tensor]
+    """what stands in for that during a step,"""
+    length: int
+    """and how long it was."""
+
+    def is_intact(self, group: dict[str, Any]) -> bool:
+        """Whether the optimizer's group is still this one, with these parameters."""
+        return group is self.now and group["params"] is self.own and len(self.own) == self.length
+
+
+def _place_of(member: Tensor) -> tuple[int, tuple[int, ...]]:
+    return member.data_ptr(), member.stride()
 
 
 def _runs(stretch: Stretch, group_of: dict[Tensor, int], states: Any) -> Iterator[tuple[int, int]]:
     """Where windows begin and end: neighbours that can be updated by one call."""
-    begin = 0
+    begin, movable = 0, stretch.movable()
+    fit = [
+        member in movable and _fits(member, grad) for member, grad in zip(stretch.members, stretch.grads, strict=True)
+    ]
     for number in range(1, len(stretch.members) + 1):
-        if number == len(stretch.members) or not _belong_together(stretch, begin, number, group_of, states):
+        is_end = number == len(stretch.members) or not (fit[begin] and fit[number])
+        if is_end or not _belong_together(stretch, begin, number, group_of, states):
             if number - begin >= FEWEST:
                 yield begin, number
             begin = number
@@ -164,8 +183,7 @@ def _belong_together(stretch: Stretch, first: int, number: int, group_of: dict[T
     """Whether member `number` goes on with the window that has begun with `first`."""
     one, before, other = stretch.members[first], stretch.members[number - 1], stretch.members[number]
     return (
-        all(_can_be_in_one(stretch, each) for each in (first, number))
-        and before.numel() == aligned(before.numel(), before.dtype)
+        before.numel() == aligned(before.numel(), before.dtype)
         and stretch.offsets[number] == stretch.offsets[number - 1] + before.numel()
         and one in group_of
         and group_of[one] == group_of.get(other)
@@ -173,9 +191,9 @@ def _belong_together(stretch: Stretch, first: int, number: int, group_of: dict[T
     )
 
 
-def _can_be_in_one(stretch: Stretch, number: int) -> bool:
-    member = stretch.members[number]
-    return member.grad is stretch.grads[number] and is_small(member)
+def _fits(member: Tensor, grad: Tensor) -> bool:
+    """Whether a member may be in a window: it has its gradient, and no attribute that an optimizer could look at."""
+    return member.grad is grad and member.stride() == grad.stride() and is_small(member) and not vars(member)
 
 
 def _window(stretch: Stretch, begin: int, end: int) -> Window:
@@ -204,19 +222,37 @@ def is_worth_it(params: Sequence[Tensor]) -> bool:
 def _wrap_step(optimizer: torch.optim.Optimizer, update: FlatUpdate) -> None:
     """Have windows in the optimizer's groups whenever its `step` runs, as long as `update` lives.
 
-    Not by the optimizer's hooks: they are not called when a step raises.
+    Not by the optimizer's hooks: they are not called when a step raises. Nobody holds the optimizer by this.
     """
-    inner, reference = optimizer.step, weakref.ref(update)
+    reference, owner = weakref.ref(update), weakref.ref(optimizer)
+    found: Any = optimizer.step
+    is_method = hasattr(found, "__func__")  # A learning rate scheduler may have put a function there.
+    inner = found.__func__ if is_method else found
 
-    @functools.wraps(inner)  # Learning rate schedulers mark what they have wrapped themselves.
-    def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(inner)  # Schedulers mark what they have wrapped.
+    def step(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        call = inner.__get__(own) if is_method else inner
         alive = reference()
-        # A closure computes gradients within the step.
-        if alive is None or any(arg is not None for arg in (*args, *kwargs.values())) or not alive.enter():
-            return inner(*args, **kwargs)
+        if alive is None or any(arg is not None for arg in (*args, *kwargs.values())) or _is_hooked(own):
+            return call(*args, **kwargs)  # A closure computes gradients within the step.
         try:
-            return inner(*args, **kwargs)
+            alive.enter(own)
+            return call()
         finally:
-            alive.leave()
+            alive.leave(own)
 
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        own = owner()
+        assert own is not None, "a step is called on its optimizer"
+        return step(own, *args, **kwargs)
+
+    functools.update_wrapper(bound, step).__func__ = step  # type: ignore[attr-defined]  # Schedulers ask for it.
+    optimizer.step = bound  # type: ignore[method-assign]
+
+
+def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody else looks at the optimizer within its step: he is to see its parameters."""
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return True
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    return not all(str(getattr(hook, "__module__", "")).startswith("lockstep.") for hook in hooks)

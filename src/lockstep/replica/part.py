@@ -53,6 +53,7 @@ class Part:
     def own_grads(self, grads: Tensor) -> None:
         self._own_grads = grads
         self.grads = [self._piece(grads, each) for each in self.fragments]
+        self._addresses = [piece.data_ptr() for piece in self.grads]
 
     def _piece(self, own: Tensor, fragment: Fragment) -> Tensor:
         piece = own[fragment.span.begin - self.span.begin : fragment.span.end - self.span.begin]
@@ -73,7 +74,13 @@ class Part:
         grads = self.own_grads.to(self.own_params.dtype)  # Itself, where that is its dtype.
         if self._held is not None:
             grads.add_(self._held)
-        pieces = self.grads if grads is self.own_grads else [self._piece(grads, each) for each in self.fragments]
+        if grads is not self.own_grads:
+            pieces = [self._piece(grads, each) for each in self.fragments]
+        elif [piece.data_ptr() for piece in self.grads] == self._addresses:
+            pieces = self.grads
+        else:  # Somebody has set the `data` of one.
+            self.own_grads = grads
+            pieces = self.grads
         for fragment, param, piece in zip(self.fragments, self.params, pieces, strict=True):
             if used[fragment.index] or param.grad is not None:
                 param.grad = piece

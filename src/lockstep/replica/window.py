@@ -6,6 +6,7 @@ are elements of one vector, which is filled after a step of the window; other va
 """
 
 import operator
+import types
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from lockstep.replica.bucket import view_like
 
+_CONSTANT = (int, float, str, types.NoneType)
+"""What members may share: nobody can change it in place."""
 State = dict[str, Any]
 States = MutableMapping[Tensor, State]
 
@@ -32,6 +35,8 @@ class Window:
         """The window's own state as the members' was last made from it."""
         self._numbers: dict[str, Tensor] = {}
         """Single numbers of all members, by name."""
+        self._versions: dict[str, int] = {}
+        """Of those, when they were last equal to the window's own."""
         self._dicts: list[State] = []
         self._values: list[Any] = []
 
@@ -67,6 +72,7 @@ class Window:
                     state[name] = view_like(value, offset, member)
                 else:
                     state[name] = value
+        self._note_numbers()
         self._given = dict(self._state)
         self._dicts = [states[member] for member in self.members] if self._state else []
         self._values = [value for state in self._dicts for value in state.values()]
@@ -81,12 +87,17 @@ class Window:
         return len(values) == len(self._values) and all(map(operator.is_, values, self._values))
 
     def catch_up(self) -> bool:
-        """The members were updated one by one: follow them; returns whether they are all as far."""
+        """Follow members that were updated, or counted otherwise, one by one; returns whether they are all as far."""
         for name, numbers in self._numbers.items():
-            if not bool((numbers == numbers[0]).all()):
-                return False
-            self._state[name].copy_(numbers[0])
+            if numbers._version != self._versions[name]:
+                if not bool((numbers == numbers[0]).all()):
+                    return False
+                self._state[name].copy_(numbers[0])
+        self._note_numbers()
         return True
+
+    def _note_numbers(self) -> None:
+        self._versions = {name: numbers._version for name, numbers in self._numbers.items()}
 
     # Around a step
 
@@ -102,6 +113,7 @@ class Window:
         if len(self._state) == len(self._given) and all(map(self._is_given, self._state)):
             for name, numbers in self._numbers.items():
                 numbers.fill_(self._state[name])
+            self._note_numbers()
         else:
             self._spread(states)
 
@@ -121,7 +133,7 @@ def _is_alike(left: Any, right: Any, one: Tensor, other: Tensor) -> bool:
     if isinstance(left, Tensor) != isinstance(right, Tensor):
         return False
     if not isinstance(left, Tensor):
-        return bool(left == right)
+        return isinstance(left, _CONSTANT) and type(left) is type(right) and left == right
     if left.dtype != right.dtype or left.device != right.device:
         return False
     if left.dim() == 0 or right.dim() == 0:
