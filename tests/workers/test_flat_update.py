@@ -430,6 +430,19 @@ def replaced_grads(run):
 
 
 @zero_way
+def moved_grads(run):
+    """Not by another tensor as gradient, but by other memory for the same."""
+    for number in range(STEPS):
+        run.backward()
+        if number % 4 == 3:
+            for group in run.optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad.data = param.grad.data * 2
+        run.update()
+    run.train(2)
+
+
+@zero_way
 def clipped(run):
     for _ in range(STEPS):
         run.backward()

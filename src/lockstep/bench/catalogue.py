@@ -59,7 +59,7 @@ DISTRIBUTIONS = {"accelerate": "accelerate", "fabric": "lightning-fabric", "deep
 """What must be installed for a kind that begins so."""
 
 ON_CPU = (
-    "nocomm", "lockstep", "zero1", "zero2", "zero3", "lockstep/gloo", "ddp/gloo", "ddp/shm", "fsdp2",
+    "nocomm", "lockstep", "untold", "zero1", "zero2", "zero3", "lockstep/gloo", "ddp/gloo", "ddp/shm", "fsdp2",
     "zero-redundancy", "accelerate", "fabric", "deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3",
 )  # fmt: skip
 """What `bench step` measures if nothing else is said;"""

@@ -51,7 +51,7 @@ class FlatUpdate:
         self._members: list[Tensor] = []
         self._grads: list[Tensor] = []
         self._places: list[tuple[int, tuple[int, ...]]] = []
-        """Of each member: its address and its strides."""
+        """Of each member, and of each gradient: its address and its strides."""
         self._groups: list[_Group] = []
         self._num_layings = 0
         _wrap_step(optimizer, self)
@@ -112,9 +112,12 @@ class FlatUpdate:
             len(optimizer.param_groups) == len(self._groups)
             and all(map(_Group.is_intact, self._groups, optimizer.param_groups))
             and all(map(operator.is_, map(_grad_of, self._members), self._grads))
-            and list(map(_place_of, self._members)) == self._places
+            and self._places_now() == self._places
             and all(window.is_intact(optimizer.state) and window.catch_up() for window in self._windows)
         )
+
+    def _places_now(self) -> list[tuple[int, tuple[int, ...]]]:
+        return [(tensor.data_ptr(), tensor.stride()) for tensor in (*self._members, *self._grads)]
 
     def _drop(self) -> None:
         self._windows, self._members, self._grads, self._places, self._groups = [], [], [], [], []
@@ -137,7 +140,7 @@ class FlatUpdate:
                 self._grads += stretch.grads[begin:end]
                 together[group_of[stretch.members[begin]]].append(window.param)
         inside = set(self._members)
-        self._places = list(map(_place_of, self._members))
+        self._places = self._places_now()
         for group, windows in zip(groups, together, strict=True):
             others = [param for param in group["params"] if param not in inside]
             self._groups.append(_Group(group, group["params"], windows + others, len(group["params"])))
@@ -159,10 +162,6 @@ class _Group:
     def is_intact(self, group: dict[str, Any]) -> bool:
         """Whether the optimizer's group is still this one, with these parameters."""
         return group is self.now and group["params"] is self.own and len(self.own) == self.length
-
-
-def _place_of(member: Tensor) -> tuple[int, tuple[int, ...]]:
-    return member.data_ptr(), member.stride()
 
 
 def _runs(stretch: Stretch, group_of: dict[Tensor, int], states: Any) -> Iterator[tuple[int, int]]:
