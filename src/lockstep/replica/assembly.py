@@ -18,6 +18,7 @@ from torch import nn
 
 from lockstep.comm.backend import reduction_group
 from lockstep.comm.memory import memory_of
+from lockstep.comm.shm.group import ShmGroup
 from lockstep.replica import wrapping
 from lockstep.replica.buckets import Buckets
 from lockstep.replica.buffers import Buffers
@@ -147,7 +148,7 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
     if asked.init_sync:
         wrapping.start_equal(world, model.names, model.params, model.owners, with_buffers=asked.starts_buffers_equal)
     shared = _shared_state(world, model, asked, zero)
-    grain = _grain(world, device, asked)
+    grain = _grain(world, group, device, asked)
     placement: Placement = zero.placement if zero else Whole(reduction, memory_of(group, device), device)
     partials = asked.shards.partials if asked.shards is not None else None
     buckets = _buckets(shared, placement, grain)
@@ -163,11 +164,11 @@ def _together(world: World, model: _Model, asked: Asked) -> Parts:
     return Parts(reducer, coded, zero, holding, _flat_update(model, asked, buckets))
 
 
-def _grain(world: World, device: torch.device, asked: Asked) -> Granularity:
+def _grain(world: World, group: dist.ProcessGroup, device: torch.device, asked: Asked) -> Granularity:
     """How finely gradients are cut into buckets: no more than memory asks for where nothing can be hidden anyway."""
     cap_mb = asked.bucket_cap_mb_list[-1] if asked.bucket_cap_mb_list else asked.bucket_cap_mb
-    is_plain = cap_mb is None and asked.wire is None and device.type == "cpu"
-    if is_plain and world.peers.are_on_one_host and are_all_computing(world):
+    is_shared = isinstance(group, ShmGroup) and device.type == "cpu"
+    if is_shared and cap_mb is None and asked.wire is None and are_all_computing(world):
         return UNCUT if asked.zero < 2 else LATE
     return wrapping.granularity(world, device, cap_mb, wire=asked.wire, zero=asked.zero)
 
