@@ -45,7 +45,7 @@ ITEMS = {
     "hook of each gradient": "Reducer.arrive",
     "lending slots": "SlotLender.lend",
     "gradients into buckets": "Bucket.put Bucket.put_later Bucket.put_waiting Bucket.fill_missing",
-    "launching": "Reducer._launch",
+    "launching": "Departures.launch",
     "reduction": "",
     "waiting": "World.wait",
     "notes": "Notes.* Buffers.changed",

@@ -27,6 +27,7 @@ from lockstep.replica import arrivals
 from lockstep.replica.attendance import Attendance
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
+from lockstep.replica.departures import Departures
 from lockstep.replica.gauge import Gauge
 from lockstep.replica.hook import CommHook
 from lockstep.replica.lender import SlotLender
@@ -69,8 +70,6 @@ class Reducer:
         self.attendance = Attendance(world)
         self.step = 0
         """How many synchronised passes have ended."""
-        self.gauge: Gauge | None = None
-        """Measures gradients on their way, where somebody wants to know."""
         self._arrivals = arrivals.Arrivals(shared.params)
         self._observed: list[int] | None = []
         """Parameters in the order of their gradients in the first step; None after it."""
@@ -78,6 +77,7 @@ class Reducer:
         self._sums = Sums(
             world, shared, buckets, placement, self._traffic, self.weighing, self.attendance, self._has_one_order
         )
+        self._departures = Departures(world, buckets, self._traffic, self.weighing, partials)
         self._silent = Silent(self._arrivals, buckets, shared.params, is_over=partials is not None)
         self.lender = SlotLender(buckets, self._traffic, self.weighing)
         """Who asks it for a slot may compute a gradient there."""
@@ -91,7 +91,6 @@ class Reducer:
         """Whether the step has come to an end, and not to nothing."""
         self._is_disordered = False
         """Whether a gradient came without a word when it was not expected."""
-        self._num_launched = 0
         self._touched: set[int] = set()
         """Parameters whose gradients were accumulated here and are in no bucket yet."""
         self._extra: set[int] = set()
@@ -105,6 +104,20 @@ class Reducer:
     def buckets(self) -> Sequence[Bucket]:
         """All of them, in launch order."""
         return self._buckets.all
+
+    @property
+    def num_launched(self) -> int:
+        """How many buckets of the step in flight have left."""
+        return len(self._departures.left)
+
+    @property
+    def gauge(self) -> Gauge | None:
+        """Measures gradients on their way, where somebody wants to know."""
+        return self._departures.gauge
+
+    @gauge.setter
+    def gauge(self, gauge: Gauge | None) -> None:
+        self._departures.gauge = gauge
 
     @property
     def names(self) -> Sequence[str]:
@@ -209,7 +222,8 @@ class Reducer:
         if bucket.is_ready():
             if self._is_heard:
                 self._world.events.emit(Kind.FULL, self.step, bucket.place, bucket.num_bytes)
-            self._launch_full()
+            if self._partials is None or self._observed is None:  # Portions show themselves in the first step.
+                self._departures.launch_full(self.step)
         if begun_ns:
             self._spent_ns += time.perf_counter_ns() - begun_ns
 
@@ -224,32 +238,6 @@ class Reducer:
 
     def _is_in_rows(self, index: int) -> bool:
         return self._rows is not None and index in self._rows.active
-
-    def _launch_full(self) -> None:
-        """Launch, in turn, the buckets that are full; not the one that closes the step."""
-        if self._partials is not None and self._observed is not None:
-            return  # Gradients that come in portions show themselves in the first step.
-        while self._num_launched < len(self._buckets.all) - 1:
-            bucket = self._buckets.all[self._num_launched]
-            if not (bucket.is_ready() or bucket.is_apart):
-                return
-            self._launch(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        self._num_launched += 1
-        self._traffic.vacate(bucket, self.step)
-        if bucket.is_apart:
-            bucket.is_launched = bucket.is_settled = True
-            return
-        bucket.put_waiting(self.weighing.factor)
-        if self._partials is not None:
-            self._partials.complete(bucket)
-        if self.gauge is not None:
-            self.gauge.see_own(self.step, bucket)
-        bucket.launch(self._traffic.send)
-        if self._world.events:
-            self._world.events.emit(Kind.LAUNCHED, self.step, bucket.place, bucket.num_bytes)
-            self._traffic.tell_arrivals(self._buckets.all[: self._num_launched], self.step)
 
     # The backward pass: finish
 
@@ -274,16 +262,16 @@ class Reducer:
 
     def _finish(self) -> None:
         if self._world.events:
-            self._traffic.tell_arrivals(self._buckets.all[: self._num_launched], self.step)
+            self._traffic.tell_arrivals(self._departures.left, self.step)
             self._world.events.emit(Kind.WAITING, self.step, spent_ns=self._spent_ns)
         try:
             self._look_for_late_ones()
-            for bucket in self._buckets.all[self._num_launched :]:
+            for bucket in self._departures.staying:
                 self._traffic.vacate(bucket, self.step)
                 if not bucket.is_apart:
                     bucket.fill_missing(self.weighing.factor)
                 if bucket is not self._buckets.closing:
-                    self._launch(bucket)
+                    self._departures.launch(bucket, self.step)
             if self._rows is not None:
                 self._extra |= self._rows.unknown()
             self._notes.write(
@@ -301,8 +289,8 @@ class Reducer:
 
     def _look_for_late_ones(self) -> None:
         """Find gradients that came without a word when they were not expected any more."""
-        launched, others = self._buckets.all[: self._num_launched], self._buckets.all[self._num_launched : -1]
-        late = {index for bucket in launched for index in bucket.late()}
+        late = {index for bucket in self._departures.left for index in bucket.late()}
+        others = self._departures.staying[:-1]
         self._extra |= late
         self._is_disordered = bool(late) or any(bucket.is_held_up and bucket.take_silent() for bucket in others)
 
@@ -328,18 +316,18 @@ class Reducer:
         self._disarm()
         self._prepare_buckets()
         try:
-            for bucket in self._buckets.all[self._num_launched :]:
+            for bucket in self._departures.staying:
                 bucket.take_silent()
             self._placement.abandon()
             self._notes.write(0.0, unused=(), changed=(), explicit=False, void=True)
-            self._exchange()
+            self._departures.exchange(self._notes, self.step)
             self._world.gather(True)  # The others ask who it was: see `Sums.settle`.
         finally:
             self._reset()
 
     def _close(self, *, is_active: bool) -> int:
         """Send what is left, wait for everything, hand it out; returns how many workers had a batch."""
-        self._exchange()
+        self._departures.exchange(self._notes, self.step)
         self._sums.settle(self._notes, self.step, is_active=is_active)
         num_active = self._notes.num_active
         gauge = self.gauge
@@ -371,16 +359,6 @@ class Reducer:
             self._rows.adopt(apart)
             self._buckets.leave_out(apart)
 
-    def _exchange(self) -> None:
-        """Send what is left, and wait for everything."""
-        for bucket in self._buckets.all[self._num_launched :]:
-            self._launch(bucket)
-        self._notes.launch()
-        self._notes.wait()
-        for bucket in self._buckets.all:
-            if not bucket.is_settled:
-                self._traffic.settle(bucket, self.step)
-
     def _reset(self) -> None:
         if not self._is_handed_out:
             self._drop()
@@ -388,7 +366,7 @@ class Reducer:
         for bucket in self._buckets.all:
             self.lender.learn_from(bucket)
             bucket.reset()
-        self._num_launched = 0
+        self._departures.reset()
         self._spent_ns = 0
         self._has_arrived = False
         self._expects_pass = False

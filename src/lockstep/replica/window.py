@@ -5,6 +5,7 @@ member (a moment) the member's is a view of the window's; of a single number in 
 are elements of one vector, which is filled after a step of the window; other values are equal for all.
 """
 
+import copy
 import operator
 import types
 from collections.abc import MutableMapping, Sequence
@@ -68,10 +69,10 @@ class Window:
             for name, value in self._state.items():
                 if name in self._numbers:
                     state[name] = self._numbers[name][number]
-                elif isinstance(value, Tensor):
+                elif isinstance(value, Tensor) and value.shape == self.param.shape:
                     state[name] = view_like(value, offset, member)
                 else:
-                    state[name] = value
+                    state[name] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
         self._note_numbers()
         self._given = dict(self._state)
         self._dicts = [states[member] for member in self.members] if self._state else []

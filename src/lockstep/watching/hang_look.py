@@ -54,7 +54,7 @@ class Look:
         reducer: Any = self._model._reducer
         phase = _phase(reducer)
         buckets = list(reducer._buckets.all) if reducer is not None else []
-        step, launched = (reducer.step, reducer._num_launched) if reducer is not None else (0, 0)
+        step, launched = (reducer.step, reducer.num_launched) if reducer is not None else (0, 0)
         calls = _calls()
         spot = hang_stack.spot()
         if self._moment != (step, launched, phase):
@@ -132,7 +132,7 @@ def _phase(reducer: Any) -> Phase:
         return Phase.BETWEEN
     if reducer._armed is not None:
         return Phase.BACKWARD
-    if reducer._has_arrived or reducer._num_launched:
+    if reducer._has_arrived or reducer.num_launched:
         return Phase.REDUCING
     if reducer._expects_pass:
         return Phase.FORWARD if reducer._syncs else Phase.ACCUMULATING
