@@ -43,6 +43,8 @@ class Buckets:
         """Of each parameter: its bucket and its slot there, or None if it has no place."""
         self.is_due = True
         """Whether they have to be made anew before the next pass."""
+        self._take_turns = False
+        """Whether the memory of one is used by another within a pass."""
         self.before_renewal: Callable[[], object] = tuple
         """Called before that, so that nobody holds the old ones."""
 
@@ -50,6 +52,11 @@ class Buckets:
     def closing(self) -> Bucket:
         """The bucket that closes the step, and carries the notes."""
         return self.all[-1]
+
+    @property
+    def leave_early(self) -> bool:
+        """Whether one leaves when it is full: if there is something to be hidden, or another needs its memory."""
+        return self._grain.leaves_early or self._take_turns
 
     def renew(self, *, tail_alone: bool) -> None:
         """Lay the flat buffers out anew. Gradients in old ones move over as they arrive."""
@@ -73,6 +80,7 @@ class Buckets:
             bucket.previous = self._before(bucket)
             for number, slot in enumerate(plan.slots):
                 self.places[slot.index] = (bucket, number)
+        self._take_turns = any(bucket.previous is not None for bucket in self.all)
         with_grads = [bucket for bucket in self.all if bucket.plan.slots]
         if with_grads:
             with_grads[-1].is_last_with_grads = True

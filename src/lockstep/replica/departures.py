@@ -40,8 +40,8 @@ class Departures:
         return self._buckets.all[self._num_launched :]
 
     def launch_full(self, step: int) -> None:
-        """Launch, in turn, the buckets that are full; not the one that closes the step."""
-        while self._num_launched < len(self._buckets.all) - 1:
+        """Launch, in turn, the buckets that are full, if they leave early; not the one that closes the step."""
+        while self._buckets.leave_early and self._num_launched < len(self._buckets.all) - 1:
             bucket = self._buckets.all[self._num_launched]
             if not (bucket.is_ready() or bucket.is_apart):
                 return

@@ -45,12 +45,14 @@ class Granularity:
     """The size of the first one."""
     growth: int | None = None
     """How many times as large as the one before it a bucket may be; None for as large as can be."""
+    leaves_early: bool = True
+    """Whether a bucket leaves when it is full, and not at the end of the pass."""
 
 
 USUAL = Granularity()
-UNCUT = Granularity(cap_bytes=sys.maxsize, share_of_rest=ALL_OF_REST, first_cap_bytes=sys.maxsize)
+UNCUT = Granularity(cap_bytes=sys.maxsize, share_of_rest=ALL_OF_REST, first_cap_bytes=sys.maxsize, leaves_early=False)
 """One bucket for each dtype and device."""
-LATE = Granularity(share_of_rest=ALL_OF_REST, first_cap_bytes=BUCKET_BYTES)
+LATE = Granularity(share_of_rest=ALL_OF_REST, first_cap_bytes=BUCKET_BYTES, leaves_early=False)
 """As few as buckets of the usual size can be, where none of them need leave early."""
 
 
