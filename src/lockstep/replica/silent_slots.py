@@ -33,7 +33,10 @@ class SilentSlots:
         self._params = [params[number] for number in numbers]
         self._views = [views[number] for number in numbers]
         self._runs = [flat[begin:end] for begin, end in _runs(numbers, slots)]
-        self._can_offer = all(v.dtype is p.dtype for v, p in zip(self._views, self._params, strict=True))
+        # On a GPU one kernel copies them all, where adding in place takes one for each.
+        self._can_offer = flat.is_cpu and all(
+            view.dtype is param.dtype for view, param in zip(self._views, self._params, strict=True)
+        )
         self._versions: list[int] | None = None
         """Of the slots when they were offered; None while they are not."""
 
