@@ -43,6 +43,18 @@ def test_the_last_bucket_counts_exactly(specs, tail, alone):
     assert not (alone and buckets[-1].slots)
 
 
+@given(spec_lists, st.integers(0, 20000))
+def test_only_a_small_bucket_carries_a_tail(specs, cap):
+    closing = plan(specs, tail_numel=3, tail_cap_bytes=cap)[-1]
+    assert closing.tail_numel >= 3
+    assert sum(slot.numel * closing.dtype.itemsize for slot in closing.slots) <= cap
+
+
+def test_a_tail_does_not_ride_with_a_block():
+    spec = ParamSpec(0, 10, torch.float32, CPU, block=2)
+    assert [len(bucket.slots) for bucket in plan([spec], tail_numel=3)] == [1, 0]
+
+
 @given(spec_lists)
 def test_buckets_leave_in_the_order_in_which_they_fill(specs):
     buckets = plan(specs, tail_numel=1, grain=Granularity(500))

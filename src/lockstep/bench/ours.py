@@ -40,7 +40,7 @@ class Met(Variant):
 
 
 def replicated(setting: Setting) -> Variant:
-    """lockstep.DataParallel with nothing but the defaults, and a wire if the kind is one."""
+    """lockstep.DataParallel with nothing but the optimizer, unless it is not told; and a wire if the kind is one."""
     optimizer = adamw(setting.module)
     model: nn.Module = lockstep.DataParallel(
         setting.module,
