@@ -36,8 +36,8 @@ from lockstep.world import World
 
 STAGES = (0, 1, 2, 3)
 TAIL_CAP_BYTES = 4 << 20
-"""Through shared memory a last bucket up to here is all-reduced with the notes in it, not scattered before them: a message
-costs more than its bytes."""
+"""Through shared memory a last bucket up to here is all-reduced with the notes in it, not scattered before them:
+a message costs more than its bytes."""
 
 
 def require_stage(zero: object, optimizer: object, precision: object) -> None:
