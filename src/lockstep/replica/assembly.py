@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.comm.backend import reduction_group
 from lockstep.comm.memory import memory_of
 from lockstep.comm.shm.group import ShmGroup
-from lockstep.replica import wrapping
+from lockstep.replica import allocator, wrapping
 from lockstep.replica.buckets import Buckets
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.choosing import coded_by
@@ -120,6 +120,8 @@ def assemble(world: World, module: nn.Module, asked: Asked) -> Parts:
     names, params, owners = wrapping.contents(module)
     device = next((param.device for param in params if not param.is_meta), world.device)
     model = _Model(module, names, params, owners, device)
+    if device.type == "cpu":
+        allocator.keep_freed_memory()
     if world.size == 1:
         return _alone(world, model, asked)
     if not asked.reduces:
