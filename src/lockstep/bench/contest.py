@@ -18,6 +18,8 @@ MOST_PER_GPU = 8
 """Each takes a context and buffers of NCCL's."""
 BYTES_PER_PARAM = 20
 """Of a variant that splits nothing, in float32: parameter, gradient, two of Adam's, and a bucket."""
+PROCESS_BYTES = 200 << 20
+"""Of a worker before it has made anything."""
 _GPU_FILES = ("nvidiactl", "dxg", "nvhost-ctrl", "kfd")
 """In /dev, one of these is there if a driver is that torch may use as CUDA."""
 
@@ -37,6 +39,16 @@ class Contest:
     """Timed steps of each variant."""
     warmup: int
     """Steps before those."""
+
+    @property
+    def has_own_workers(self) -> bool:
+        """Whether every variant has workers of its own: on CPUs."""
+        return self.device == "cpu"
+
+    @property
+    def steps_before(self) -> bool:
+        """Whether a variant takes a step that is not timed before each that is, so that its caches are its own."""
+        return self.has_own_workers
 
     @property
     def is_bf16(self) -> bool:
@@ -78,8 +90,9 @@ def checked(
 
 def room(contest: Contest, num_bytes: int) -> int:
     """How many variants of a contest fit into that many bytes of memory, all workers together."""
-    each = contest.workers * BYTES_PER_PARAM * WORKLOADS[contest.workload].num_params
-    return int(0.7 * num_bytes / each)
+    process = PROCESS_BYTES if contest.has_own_workers else 0
+    each = contest.workers * (process + BYTES_PER_PARAM * WORKLOADS[contest.workload].num_params)
+    return int(0.8 * num_bytes / each)
 
 
 def free_bytes() -> int:

@@ -10,6 +10,7 @@ over when the last worker is done; that holds for the no-communication limit too
 really reach, and not the mean of workers that never wait for each other.
 """
 
+import functools
 import os
 import random
 import time
@@ -66,17 +67,22 @@ def measure(world: lockstep.World, actions: Mapping[str, Action], *, rounds: int
     mine: dict[str, list[float]] = {name: [] for name in [*names, "used", "busy"]}
     for number in range(warmup + rounds):
         shuffler.shuffle(names)
-        used, busy = time.process_time(), _busy_seconds(cores)
+        used, busy = time.process_time(), busy_seconds(cores)
         for name in names:
-            mine[name].append(_timed(world, actions[name], number))
+            mine[name].append(timed(world, functools.partial(actions[name], number)))
         mine["used"].append(time.process_time() - used)
-        mine["busy"].append(_busy_seconds(cores) - busy)
+        mine["busy"].append(busy_seconds(cores) - busy)
     everybody = [{name: values[warmup:] for name, values in theirs.items()} for theirs in world.gather(mine)]
     times = {name: np.max([theirs[name] for theirs in everybody], axis=0) for name in actions}
     others = everybody[0]["busy"] - np.sum([theirs["used"] for theirs in everybody], axis=0)
-    disturbance = others / (len(cores) * sum(times.values()))
+    return counted(times, others / (len(cores) * sum(times.values())))
+
+
+def counted(times: Times, disturbance: np.ndarray) -> Measured:
+    """The rounds that count among all; `disturbance` is the share of the cores that others took, by round."""
     quiet = disturbance <= max(QUIET, np.quantile(disturbance, 0.25))
-    return Measured({name: seconds[quiet] for name, seconds in times.items()}, rounds, float(np.median(disturbance)))
+    kept = {name: seconds[quiet] for name, seconds in times.items()}
+    return Measured(kept, len(disturbance), float(np.median(disturbance)))
 
 
 def compare(times: Times, quantity: Callable[..., np.ndarray], *names: str, resamples: int = 2000) -> Estimate:
@@ -104,11 +110,12 @@ def spread(times: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
     return float(low), float(median), float(high)
 
 
-def _timed(world: lockstep.World, action: Action, number: int) -> float:
+def timed(world: lockstep.World, action: Callable[[], None]) -> float:
+    """The seconds that `action` takes on this worker, if all start at once."""
     _settle(world)
     world.barrier()
     start = time.perf_counter()
-    action(number)
+    action()
     _settle(world)
     return time.perf_counter() - start
 
@@ -119,7 +126,7 @@ def _settle(world: lockstep.World) -> None:
         torch.cuda.synchronize(world.device)
 
 
-def _busy_seconds(cores: Iterable[int]) -> float:
+def busy_seconds(cores: Iterable[int]) -> float:
     """How long `cores` have worked for any process since the machine started, interrupts (ours too) left out."""
     lines = dict(line.split(maxsplit=1) for line in Path("/proc/stat").read_text().splitlines())
     ticks = [lines[f"cpu{core}"].split()[:3] for core in cores]  # In user mode, niced, in the kernel.

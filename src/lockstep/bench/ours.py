@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
@@ -31,12 +32,14 @@ class Met(Variant):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting, setting.module, adamw(setting.module))
-        self._world = setting.world
+        self._group = setting.group
+        self._meets = setting.world.size > 1
 
     def backward(self) -> None:
         """Compute the gradients, and wait for the others to have theirs."""
         super().backward()
-        self._world.barrier()
+        if self._meets:
+            dist.barrier(self._group)
 
 
 def replicated(setting: Setting) -> Variant:

@@ -26,10 +26,11 @@ def setting(
     """What the variant called `name` is to be made of. Called on every worker.
 
     module: a model of its own, which goes to the world's device.
-    own_backend: what Lockstep's kinds communicate over where their name says nothing; None for the world's group.
+    own_backend: what Lockstep's kinds, and the meeting, communicate over where their name says nothing; None for the
+        world's group.
     """
     spelled = catalogue.spelled(name)
-    backend = spelled.backend or (own_backend if spelled.kind in OURS else None)
+    backend = spelled.backend or (own_backend if spelled.kind in (*OURS, "meeting") else None)
     return Setting(module.to(world.device), spelled.kind, world, _group(world, backend), spelled.cap_mb, bf16, batch)
 
 
