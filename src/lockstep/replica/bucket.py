@@ -139,9 +139,12 @@ class Bucket:
         self.num_missing -= 1
         self._num_awaited -= 1
 
-    def put_waiting(self, factor: Factor) -> None:
-        """Let everything be in its slot, times `factor`."""
-        for run in self._silent.take_back():
+    def put_waiting(self, factor: Factor, *, keeps: bool = False) -> None:
+        """Let everything be in its slot, times `factor`.
+
+        keeps: nothing more will come, and slots are to be gradients again: let parameters have those that they have.
+        """
+        for run in self._silent.keep() if keeps else self._silent.take_back():
             _scale_into(run, run, factor)
         if not self._waiting:
             return
@@ -207,6 +210,8 @@ class Bucket:
 
     def fill_missing(self, factor: Factor) -> None:
         """Put what there is (nothing, or what earlier passes left) into the slots whose gradient did not come."""
+        if not self.num_missing:
+            return
         self.take_silent()
         for slot, param in enumerate(self.params):
             if slot in self.mixed:
@@ -222,6 +227,15 @@ class Bucket:
         else:
             self.views[slot].mul_(1.0 - factor).add_(_dense(param.grad) * factor)
         param.grad = None
+
+    def hand_out(self, used: Sequence[bool]) -> None:
+        """Let slots be the gradients of the parameters that some worker has used, by number."""
+        kept = self._silent.numbers if self._silent.are_kept else ()
+        for slot in [slot for slot in kept if not used[self.indices[slot]]]:
+            self.params[slot].grad = None
+        for param, view, index in zip(self.params, self.views, self.indices, strict=True):
+            if used[index] and param.grad is not view:
+                param.grad = view
 
     def launch(self, send: Launch) -> None:
         """Hand the buffer to the backend."""
@@ -241,6 +255,7 @@ class Bucket:
         self.mixed: set[int] = set()
         """Slots that were lent, and whose gradient is not just what was computed there."""
         self._waiting: list[int] = []
+        self._silent.are_kept = False
 
     # What a communication hook sees: the names of torch's GradBucket.
 

@@ -47,14 +47,14 @@ class Departures:
                 return
             self.launch(bucket, step)
 
-    def launch(self, bucket: Bucket, step: int) -> None:
-        """Let the next one leave, with what is in it."""
+    def launch(self, bucket: Bucket, step: int, *, is_over: bool = False) -> None:
+        """Let the next one leave, with what is in it; `is_over`: nothing more will come in this pass."""
         self._num_launched += 1
         self._traffic.vacate(bucket, step)
         if bucket.is_apart:
             bucket.is_launched = bucket.is_settled = True
             return
-        bucket.put_waiting(self._weighing.factor)
+        bucket.put_waiting(self._weighing.factor, keeps=is_over)
         if self._partials is not None:
             self._partials.complete(bucket)
         if self.gauge is not None:
@@ -67,7 +67,7 @@ class Departures:
     def exchange(self, notes: Notes, step: int) -> None:
         """Send what is left, and wait for everything."""
         for bucket in self.staying:
-            self.launch(bucket, step)
+            self.launch(bucket, step, is_over=True)
         notes.launch()
         notes.wait()
         for bucket in self._buckets.all:

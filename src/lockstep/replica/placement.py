@@ -112,9 +112,7 @@ class Whole:
 
     def hand_out(self, bucket: Bucket, used: Sequence[bool]) -> None:
         """As views of the bucket."""
-        for number, slot in enumerate(bucket.plan.slots):
-            if used[slot.index]:
-                bucket.params[number].grad = bucket.views[number]
+        bucket.hand_out(used)
 
     def release(self) -> None:
         """Let go of the group."""

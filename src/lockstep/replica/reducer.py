@@ -271,7 +271,7 @@ class Reducer:
                 if not bucket.is_apart:
                     bucket.fill_missing(self.weighing.factor)
                 if bucket is not self._buckets.closing:
-                    self._departures.launch(bucket, self.step)
+                    self._departures.launch(bucket, self.step, is_over=True)
             if self._rows is not None:
                 self._extra |= self._rows.unknown()
             self._notes.write(

@@ -4,7 +4,8 @@ offer      a pass begins, and the memory is free: every slot, zeroed, is its par
            adds in place what it has computed, and nothing is left to copy
 come       which gradients have come: where a slot was offered, its version tells. Where the parameter has another
            one it was not added in place, as under `create_graph`, or the slot was not offered
-take_back  the bucket is about to leave: no parameter has a slot for its gradient any more
+take_back  the bucket is about to leave while others may still come: no parameter has a slot for its gradient any more
+keep       it leaves at the end of the pass: parameters keep their slots, in which their reduced gradients will be
 """
 
 import operator
@@ -15,6 +16,7 @@ from torch import Tensor
 from lockstep.replica.layout import Slot
 
 _grad_of = operator.attrgetter("grad")
+_version_of = operator.attrgetter("_version")
 
 
 class SilentSlots:
@@ -39,6 +41,8 @@ class SilentSlots:
         )
         self._versions: list[int] | None = None
         """Of the slots when they were offered; None while they are not."""
+        self.are_kept = False
+        """Whether parameters have kept them when the bucket has left."""
 
     def offer(self) -> None:
         """Let autograd add to the slots themselves. No parameter has a gradient, and nobody uses the memory."""
@@ -47,24 +51,38 @@ class SilentSlots:
                 run.zero_()
             for param, view in zip(self._params, self._views, strict=True):
                 param.grad = view
-            self._versions = [view._version for view in self._views]
+            self._versions = list(map(_version_of, self._views))
 
     def come(self, taken: Sequence[bool]) -> tuple[list[int], list[int]]:
         """Numbers of slots whose gradient has come and is not `taken` yet: into the slot, and elsewhere."""
         before, grads = self._versions, list(map(_grad_of, self._params))
         if before is None:
             return [], [n for n, grad in zip(self.numbers, grads, strict=True) if grad is not None and not taken[n]]
+        if self._have_all_come(grads, before) and not any(map(taken.__getitem__, self.numbers)):
+            return list(self.numbers), []
         found: tuple[list[int], list[int]] = [], []
         for number, grad, view, version in zip(self.numbers, grads, self._views, before, strict=True):
             if grad is not None and not taken[number] and (grad is not view or view._version != version):
                 found[grad is not view].append(number)
         return found
 
-    def take_back(self) -> Sequence[Tensor]:
-        """Let parameters have no slot for a gradient; returns the memory of those that were offered, in few tensors."""
+    def _have_all_come(self, grads: Sequence[Tensor | None], before: Sequence[int]) -> bool:
+        """As nearly always, and seen by the shortest way."""
+        have_slots = all(map(operator.is_, grads, self._views))
+        return have_slots and all(map(operator.ne, map(_version_of, self._views), before))
+
+    def keep(self) -> Sequence[Tensor]:
+        """Let parameters keep what they were offered; returns the memory of that, in few tensors."""
         if self._versions is None:
             return ()
-        self._versions = None
+        self._versions, self.are_kept = None, True
+        return self._runs
+
+    def take_back(self) -> Sequence[Tensor]:
+        """Let parameters have no slot for a gradient; returns the memory of those that were offered, in few tensors."""
+        if self._versions is None and not self.are_kept:
+            return ()
+        self._versions, self.are_kept = None, False
         for param, view in zip(self._params, self._views, strict=True):
             if param.grad is view:
                 param.grad = None
