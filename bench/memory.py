@@ -66,8 +66,6 @@ def train(options: argparse.Namespace, backend: str, zero: int) -> int:
         os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_HOSTID=os.environ["RANK"])
     torch.set_num_threads(max(1, machine.cores() // options.workers))
     world = lockstep.join(device=options.device, backend=None if backend == "nccl" else backend)
-    if backend == "gloo" and zero == 0:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     x = torch.randn(4, WIDTH, device=world.device)
     _peak(world, options, zero, x, blocks=2)  # Code is loaded when it is first used: that is not what is asked.
     if options.meta:

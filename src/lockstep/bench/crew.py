@@ -107,8 +107,10 @@ class Crew:
             raise CrewLost(order.name, reason) from None
 
     def _close(self) -> None:
-        """Workers have no more orders then, and end."""
+        """Let the workers end."""
         for link in self._links:
+            with contextlib.suppress(ConnectionError):
+                link.send(None)
             link.close()
         if self._thread.ident is not None:
             self._thread.join()

@@ -84,11 +84,6 @@ class Holder:
         self._fed = workloads.batches(asked.workload, asked.batch, world.rank, world.device)
         self._held: dict[str, tuple[Variant, Iterator[Batch]]] = {}
 
-    def load(self) -> int:
-        """Load the code that a step needs, so that no variant pays for it; returns the model's size."""
-        variant = self._stepped(self._asked, "nocomm", self._fed)
-        return sum(param.numel() for param in variant.model.parameters())
-
     def answer(self, order: Try | Step) -> Entry | str | Turn:
         """Do what is ordered."""
         return self._try(order.name) if isinstance(order, Try) else self._step(order.name)
@@ -145,9 +140,8 @@ def serve(asked: Contest, address: str) -> None:
     warnings.simplefilter("ignore")  # Nobody can act on them here.
     world = _join(asked)
     holder = Holder(asked, world)
-    num_params = holder.load()
     with Client(address, "AF_UNIX") as link:
-        link.send(Ready(world.rank, machine.describe(world), num_params))
+        link.send(Ready(world.rank, machine.describe(world), _num_params(asked.workload)))
         for order in _orders(link):
             link.send(holder.answer(order))
 
@@ -164,10 +158,17 @@ def first_line(error: BaseException) -> str:
     return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."
 
 
+def _num_params(workload: str) -> int:
+    with torch.device("meta"):  # Nothing is to use this worker's memory before its variant does: see step.py.
+        return sum(param.numel() for param in workloads.build(workload).parameters())
+
+
 def _orders(link: Connection) -> Iterator[Try | Step]:
-    with contextlib.suppress(EOFError, ConnectionError):  # The driver has closed its end, or is gone.
-        while True:
-            yield link.recv()
+    try:
+        while (order := link.recv()) is not None:
+            yield order
+    except (EOFError, ConnectionError):
+        os._exit(1)  # The driver is gone, and with it whoever could be told of anything.
 
 
 def _join(asked: Contest) -> lockstep.World:

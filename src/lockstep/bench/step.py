@@ -4,9 +4,10 @@ Every variant has its own model and fused AdamW, starts from the same weights an
 forward, backward and update. Variants take turns, step by step, in an order that is shuffled anew in every round.
 
 On the CPU every variant has workers of its own, as it would in the hands of a user, and takes a step that is not timed
-before each that is: in common workers a variant would run on memory that others have freed, and after another's step
-its caches are cold, which they never are in training. While one takes its turn, all others wait. On GPUs all variants
-live in the same workers: torch keeps a GPU's memory for itself, and each process would keep its own.
+before each that is: where another model has lived before, C's allocator keeps what it would else give back in every
+step, which is up to half of a step's time; and after another's step caches are cold, which they never are in training.
+While one takes its turn, all others wait. On GPUs all variants live in the same workers: torch keeps a GPU's memory for
+itself, and each process would keep its own.
 
 Where memory does not hold all variants, they run in several heats, with the limit and torch's DDP in each.
 
