@@ -9,9 +9,8 @@ AdamW in float32: parameters 4, gradients 4, optimizer state 8 bytes each. The a
 anything is split: 4P/N instead of 4P. The model is a row of equal blocks and the batch tiny, so that activations hardly
 count; one bucket (two from zero=2 on) and, where parameters are gathered, two blocks come on top.
 
-C's allocator keeps freed blocks of up to 32 MB for itself, which inflates a process in which many threads allocate,
-as gloo's do. Where something is split over gloo, DataParallel tells it to give blocks of a megabyte back; for zero=0
-this script does, so that the row shows what is in use.
+C's allocator keeps freed blocks of up to 32 MB for the next step (see replica/allocator.py). That inflates a process in
+which many threads allocate, as gloo's do: where something is split over gloo, blocks of a megabyte are given back.
 
 On the CPU: the peak of the proportional set size of a worker, sampled all the time during the steps, less what it was
 after a few steps of a tiny model. On a GPU: the allocator's peak. The largest over the workers counts. Every stage runs
@@ -19,7 +18,6 @@ in workers of its own.
 """
 
 import argparse
-import ctypes
 import gc
 import os
 
@@ -31,7 +29,6 @@ from lockstep.bench import machine
 from lockstep.bench.memory import Sampler, used
 
 WIDTH = 1024
-M_MMAP_THRESHOLD = -3
 MB = 1e6
 
 

@@ -45,9 +45,8 @@ class Crew:
         self._links: list[Connection] = []
         try:
             self._links = self._connected(address, asked.workers)
-            self.ready: Ready = self._links[0].recv()
-            for link in self._links[1:]:
-                link.recv()
+            answers: list[Ready] = [link.recv() for link in self._links]
+            self.ready = answers[0]
         except (EOFError, ConnectionError):
             self._close()
             raise self._error or WorkerLost("a worker ended before it was ready.", ()) from None

@@ -59,7 +59,6 @@ class Step:
 class Ready:
     """What a worker says first."""
 
-    rank: int
     machine: dict[str, str | int]
     """What it runs on."""
     num_params: int
@@ -141,7 +140,7 @@ def serve(asked: Contest, address: str) -> None:
     world = _join(asked)
     holder = Holder(asked, world)
     with Client(address, "AF_UNIX") as link:
-        link.send(Ready(world.rank, machine.describe(world), _num_params(asked.workload)))
+        link.send(Ready(machine.describe(world), _num_params(asked.workload)))
         for order in _orders(link):
             link.send(holder.answer(order))
 

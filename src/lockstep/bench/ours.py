@@ -10,6 +10,7 @@ from lockstep import wire
 from lockstep.bench.variant import Setting, Variant, adamw
 from lockstep.bench.workloads import Batch
 from lockstep.data.shard_source import GlobalBatch, Shard
+from lockstep.replica import allocator
 
 WIRES: dict[str, wire.Wire | wire.Auto] = {
     "half": wire.Half("bf16"),
@@ -25,6 +26,12 @@ WIRES: dict[str, wire.Wire | wire.Auto] = {
 def nocomm(setting: Setting) -> Variant:
     """The bare module: no communication at all."""
     return Variant(setting, setting.module, adamw(setting.module))
+
+
+def kept(setting: Setting) -> Variant:
+    """The bare module, where C's allocator keeps what a step frees."""
+    allocator.keep_freed_memory()
+    return nocomm(setting)
 
 
 class Met(Variant):

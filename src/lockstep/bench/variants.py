@@ -48,8 +48,8 @@ def _group(world: lockstep.World, backend: str | None) -> dist.ProcessGroup | No
 
 
 def _maker(kind: str) -> Callable[[Setting], Variant]:
-    if kind == "meeting":
-        place = ("ours", "Met")
+    if kind in ("meeting", "kept"):
+        place = ("ours", {"meeting": "Met", "kept": "kept"}[kind])
     elif kind in LIMITS:
         place = ("ours", "nocomm")
     elif kind.startswith("trainer"):
