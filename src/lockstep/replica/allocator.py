@@ -1,10 +1,10 @@
 """C's allocator, and what it does with memory that was freed: keep it for the next step, or give it to the kernel.
 
-A step frees what the next one asks for again: activations and gradients. glibc gives free memory at the end of its heap
-back as soon as there is enough of it, and the kernel then hands it out anew page by page, each page zeroed: what that
-takes is what `lockstep bench step --variants nocomm kept` shows, up to a third of a step. So while a model trains on the
-CPU, nothing is given back but blocks of 32 MB and more, which glibc always maps by themselves. Whoever has tuned glibc by
-its own variables is left alone. Other C libraries have no such settings.
+A step frees what the next one asks for again: activations and gradients. glibc gives free memory at the end of its
+heap back as soon as there is enough of it, and the kernel then hands it out anew page by page, each page zeroed; what
+that takes is shown by `lockstep bench step --variants nocomm kept`. So while a model trains on the CPU, nothing is
+given back but blocks of 32 MB and more, which glibc always maps by themselves. Whoever has tuned glibc by its own
+variables is left alone. Other C libraries have no such settings.
 """
 
 import contextlib

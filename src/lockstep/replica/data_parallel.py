@@ -70,8 +70,8 @@ class DataParallel(nn.Module):
         not given, the members of lists of like modules.
 
     Memory: the gradients, once (they are views of the buckets), and nothing else of the model's size. With zero=1 the
-    optimizer's state is divided by the number of workers, with zero=2 the gradients too. On CPUs C's allocator is told to
-    keep what a step frees for the next one (see replica/allocator.py).
+    optimizer's state is divided by the number of workers, with zero=2 the gradients too. On CPUs C's allocator is told
+    to keep what a step frees for the next one (see replica/allocator.py).
     """
 
     def __init__(
