@@ -9,6 +9,9 @@ optimizer.step and zero_grad. The variants are interleaved step by step in one r
 largest over the workers (see lockstep.bench.interleave). Printed: median and 10-90 % spread of each variant, and the
 median of the per-round ratios to the first variant and to DDP with 95 % bootstrap intervals.
 
+On the CPU all variants live in the same workers here, and share what C's allocator keeps: to compare with the limit,
+take `lockstep bench step`, which gives each workers of its own.
+
 Several workers on one GPU: NCCL refuses that unless they say to be different hosts, so they do, and then talk over
 loopback sockets. Read such a run as a comparison of the variants, not as a speed of NCCL.
 
