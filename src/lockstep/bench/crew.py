@@ -16,7 +16,7 @@ from typing import Any, Self
 import lockstep
 from lockstep.bench import holder
 from lockstep.bench.contest import Contest
-from lockstep.bench.holder import Ready, Step, Try, Turn, first_line
+from lockstep.bench.holder import Answer, Ready, Step, Try, first_line
 from lockstep.bench.results import Entry
 from lockstep.errors import WorkerLost
 
@@ -61,9 +61,8 @@ class Crew:
 
     def step(self, name: str) -> float:
         """The seconds that a step of the variant took, until the last worker was done."""
-        turns: Sequence[Turn] = self._ask(Step(name))
-        self.used = sum(turn.used for turn in turns)
-        return max(turn.seconds for turn in turns)
+        seconds: Sequence[float] = self._ask(Step(name))
+        return max(seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -99,16 +98,18 @@ class Crew:
         try:
             for link in self._links:
                 link.send(order)
-            return [link.recv() for link in self._links]
-        except (EOFError, ConnectionError):
+            answers: list[Answer] = [link.recv() for link in self._links]
+        except (EOFError, OSError):
             self._thread.join()
             reason = first_line(self._error) if self._error else "a worker ended without a word"
             raise CrewLost(order.name, reason) from None
+        self.used = sum(answer.used for answer in answers)
+        return [answer.content for answer in answers]
 
     def _close(self) -> None:
         """Let the workers end."""
         for link in self._links:
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):
                 link.send(None)
             link.close()
         if self._thread.ident is not None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection
+from typing import Any
 
 import torch
 
@@ -66,10 +67,11 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What a worker says of a step."""
+class Answer:
+    """What a worker says to an order."""
 
-    seconds: float
+    content: Any
+    """To `Try` an Entry, or why there is none; to `Step` the seconds that it took."""
     used: float
     """Processor time that this worker has used since it started."""
 
@@ -83,7 +85,7 @@ class Holder:
         self._fed = workloads.batches(asked.workload, asked.batch, world.rank, world.device)
         self._held: dict[str, tuple[Variant, Iterator[Batch]]] = {}
 
-    def answer(self, order: Try | Step) -> Entry | str | Turn:
+    def answer(self, order: Try | Step) -> Entry | str | float:
         """Do what is ordered."""
         return self._try(order.name) if isinstance(order, Try) else self._step(order.name)
 
@@ -109,12 +111,11 @@ class Holder:
         self._held[name] = variant, itertools.cycle(self._fed)
         return Entry(max(peaks), max(held), sum(losses) / len(losses))
 
-    def _step(self, name: str) -> Turn:
+    def _step(self, name: str) -> float:
         variant, batches = self._held[name]
         if self._asked.steps_before:
             variant.step(next(batches))
-        seconds = interleave.timed(self._world, lambda: variant.step(next(batches)))
-        return Turn(seconds, time.process_time())
+        return interleave.timed(self._world, lambda: variant.step(next(batches)))
 
     def _rehearse(self, name: str) -> None:
         """Code is loaded when it is first used: that is not what is asked of a variant's memory."""
@@ -142,7 +143,7 @@ def serve(asked: Contest, address: str) -> None:
     with Client(address, "AF_UNIX") as link:
         link.send(Ready(machine.describe(world), _num_params(asked.workload)))
         for order in _orders(link):
-            link.send(holder.answer(order))
+            link.send(Answer(holder.answer(order), time.process_time()))
 
 
 def num_threads(asked: Contest) -> int:
@@ -166,7 +167,7 @@ def _orders(link: Connection) -> Iterator[Try | Step]:
     try:
         while (order := link.recv()) is not None:
             yield order
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError):
         os._exit(1)  # The driver is gone, and with it whoever could be told of anything.
 
 

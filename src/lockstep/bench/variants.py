@@ -48,8 +48,10 @@ def _group(world: lockstep.World, backend: str | None) -> dist.ProcessGroup | No
 
 
 def _maker(kind: str) -> Callable[[Setting], Variant]:
-    if kind in ("meeting", "kept"):
-        place = ("ours", {"meeting": "Met", "kept": "kept"}[kind])
+    if kind == "meeting":
+        place = ("ours", "Met")
+    elif kind == "kept":
+        place = ("ours", "kept")
     elif kind in LIMITS:
         place = ("ours", "nocomm")
     elif kind.startswith("trainer"):

@@ -10,9 +10,10 @@ _STEP_DESCRIPTION = """\
 Compare a step of training (forward, backward, update) on workers of this host's cores: Lockstep, torch's own ways, and
 those of Accelerate, Lightning Fabric and DeepSpeed where they are installed.
 
-Every variant has its own model and fused AdamW, starts from the same weights and takes the same batches. All live in
-the same workers and take turns, step by step, in an order that is shuffled anew in every round. A step lasts until the
-slowest worker is done. Printed are the median, the ratios to the limit (no communication) and to torch's DDP, compared
+Every variant has its own model and fused AdamW, starts from the same weights and takes the same batches. They take
+turns, step by step, in an order that is shuffled anew in every round: on the CPU each in workers of its own, with an
+untimed step before each timed one; on GPUs all in the same workers. A step lasts until the slowest worker is done.
+Printed are the median, the ratios to the limit (no communication) and to torch's DDP, compared
 within rounds, with 95 % intervals, and the memory of a worker. Who cannot run here is listed, with the reason.
 """
 
