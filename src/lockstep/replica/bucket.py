@@ -180,6 +180,14 @@ class Bucket:
             return False
         return all(operand.untyped_storage()._cdata != self._storage for operand in operands)
 
+    def awaits(self, slot: int) -> bool:
+        """Whether the slot was lent, and nothing has arrived for it yet."""
+        return slot in self._lent and not self._filled[slot] and slot not in self.mixed and not self.is_launched
+
+    def add_rows(self, slot: int, rows: Tensor, values: Tensor) -> None:
+        """Have `values` added to these rows of a gradient that is awaited: see tied.py."""
+        self._rows.setdefault(slot, []).append((rows, values))
+
     def put(self, slot: int, param: Tensor, factor: Factor) -> None:
         """Move `param.grad`, times `factor`, into its slot; the gradient is whole again after the step."""
         grad = param.grad
@@ -191,7 +199,10 @@ class Bucket:
             assert grad is not None
             view.add_(_dense(grad).to(view.dtype) * factor)
         elif slot in self._lent and grad is not None:
-            if not _lies_in(grad, view):
+            is_own = _lies_in(grad, view)
+            for rows, values in self._rows.pop(slot, ()):
+                grad.index_add_(0, rows, values * factor if is_own else values)
+            if not is_own:
                 self.mixed.add(slot)
                 return  # More of it may come.
             self._arrived(slot)
@@ -252,6 +263,8 @@ class Bucket:
         self.work = None
         self._filled = [False] * len(self.plan.slots)
         self._lent: set[int] = set()
+        self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """By slot: rows that are to be added to what was computed there, and what to add to them."""
         self.mixed: set[int] = set()
         """Slots that were lent, and whose gradient is not just what was computed there."""
         self._waiting: list[int] = []

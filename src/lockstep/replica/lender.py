@@ -36,8 +36,8 @@ class SlotLender:
 
     def lend(self, index: int, param: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
         """See Lender. Called inside the backward pass, before that gradient arrives."""
-        is_open, factor = self._pass is not None and self._pass() is not None, self._weighing.factor
-        if not is_open or param.grad is not None or not is_power_of_two(factor):
+        factor = self._weighing.factor
+        if not self._is_open() or param.grad is not None or not is_power_of_two(factor):
             return None
         place = self._buckets.places[index]
         if place is None or index in self._buckets.deferred or index in self._mixed:
@@ -46,6 +46,21 @@ class SlotLender:
         if bucket.views[slot].dtype is not param.dtype or not bucket.can_lend(slot, operands):
             return None
         return (bucket.lend(slot), factor) if self._traffic.is_vacant(bucket, self._step) else None
+
+    def awaits_rows(self, index: int) -> bool:
+        """See Lender."""
+        place = self._buckets.places[index]
+        return self._is_open() and place is not None and place[0].awaits(place[1])
+
+    def add_rows(self, index: int, rows: Tensor, values: Tensor) -> None:
+        """See Lender."""
+        place = self._buckets.places[index]
+        assert place is not None, "rows are awaited"
+        bucket, slot = place
+        bucket.add_rows(slot, rows, values)
+
+    def _is_open(self) -> bool:
+        return self._pass is not None and self._pass() is not None
 
     def learn_from(self, bucket: Bucket) -> None:
         """Do not lend again what turned out to be only a part of a gradient."""

@@ -21,16 +21,16 @@ graph: they are shown a gradient that is scaled, and one on the node that accumu
 """
 
 import math
-import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from lockstep.replica.arrivals import is_only_ours
+from lockstep.replica.standing_in import CAN_ASK, Lender, StandIn
+from lockstep.replica.tied import Lookup, is_table
 
 LEAST_BYTES = 512 << 10
 """Smaller weights are copied: a call of `_Product` takes 20 us more than torch's own, as a copy of 256 KB does."""
@@ -39,34 +39,26 @@ _FORWARD = nn.Linear.forward
 _STRIDED = torch.strided
 _is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
 _are_transforms_active, _tracing_state = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
-_will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
-
-
-class Lender(Protocol):
-    """Who has slots."""
-
-    def lend(self, index: int, param: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
-        """The slot of parameter `index` and what its gradient is to be multiplied by; None if it cannot be had now.
-
-        It is no part of the operands that the gradient is computed from.
-        """
 
 
 def lend_to_layers(module: nn.Module, params: Sequence[Tensor], lender: Lender) -> None:
     """Let the linear layers of `module` use the slots of `lender`, as long as it lives."""
-    if _will_run is None:
+    if not CAN_ASK:
         return
     numbers = {id(param): index for index, param in enumerate(params)}
-    users: dict[int, int] = {}
+    users: dict[int, list[nn.Module]] = {}
     for layer in module.modules():
         for param in layer._parameters.values():
-            users[id(param)] = users.get(id(param), 0) + 1
+            users.setdefault(id(param), []).append(layer)
     for layer in module.modules():
         if type(layer) is nn.Linear:
             weight = layer._parameters.get("weight")  # None where it is computed from others.
             index = numbers.get(id(weight))
-            if index is not None and users[id(weight)] == 1 and _is_worth_it(weight):
-                _replace_forward(layer, index, lender)
+            tables = [user for user in users.get(id(weight), ()) if is_table(user)]
+            if index is not None and len(users[id(weight)]) == 1 + len(tables) and _is_worth_it(weight):
+                Forward(layer, index, lender).take_place()
+                for table in tables:
+                    Lookup(table, index, lender).take_place()
 
 
 def _is_worth_it(weight: Any) -> bool:
@@ -79,34 +71,12 @@ def _is_worth_it(weight: Any) -> bool:
     )
 
 
-def _replace_forward(layer: nn.Linear, index: int, lender: Lender) -> None:
-    if not isinstance(vars(layer).get("forward"), Forward | None):
-        return  # Somebody else's.
-    forward = Forward(layer, index, lender)
-    layer.forward = forward  # type: ignore[method-assign]
-    reference = weakref.ref(layer)
-
-    def give_back() -> None:
-        alive = reference()
-        if alive is not None and vars(alive).get("forward") is forward:
-            del alive.forward
-
-    weakref.finalize(lender, give_back).atexit = False
-
-
-class Forward:
-    """Stands in for the forward of one linear layer. A copy of the module, or one that was saved, has torch's own."""
-
-    def __init__(self, layer: nn.Linear, index: int, lender: Lender) -> None:
-        self._layer = weakref.ref(layer)
-        self._weight, self._dtype = layer.weight, layer.weight.dtype
-        self._index = index
-        self._lender = weakref.ref(lender)
+class Forward(StandIn):
+    """Stands in for the forward of one linear layer."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """What torch's own forward returns."""
-        layer = self._layer()
-        assert layer is not None, "a forward is called by its layer"
+        layer = cast(nn.Linear, self._layer())
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not self._is_plain(layer, args[0]):
             return _FORWARD(layer, *args, **kwargs)
         output: Tensor = _Product.apply(args[0], self._weight, layer._parameters["bias"], self)
@@ -136,15 +106,8 @@ class Forward:
 
     def borrow(self, accumulate: Any, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
         """The weight's slot and the scale for the backward pass that runs, in which `accumulate` is the next node."""
-        lender = self._lender()
-        if lender is None or _is_grad_enabled() or not is_only_ours(self._weight):
-            return None
-        if getattr(accumulate, "variable", None) is not self._weight or not _is_accumulated(accumulate):
-            return None
-        return lender.lend(self._index, self._weight, operands)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._layer(), "forward")
+        lender = self.lender_of(accumulate)
+        return None if lender is None else lender.lend(self._index, self._weight, operands)
 
 
 class _Product(torch.autograd.Function):
@@ -175,14 +138,6 @@ def _weight_grad(grad: Tensor, features: Tensor, ctx: Any) -> Tensor:
         return grad.t().mm(features)
     slot, scale = lent
     return torch.addmm(slot, grad.t(), features, beta=0, alpha=scale, out=slot)
-
-
-def _is_accumulated(accumulate: Any) -> bool:
-    """Whether the backward pass that runs adds to `param.grad`."""
-    try:
-        return bool(_will_run(accumulate))
-    except RuntimeError:  # So torch says that this is `torch.autograd.grad`.
-        return False
 
 
 def is_power_of_two(scale: object) -> TypeGuard[float]:
