@@ -23,6 +23,7 @@ from lockstep import environment, seeds
 from lockstep.comm import arrival
 from lockstep.comm import backend as backends
 from lockstep.comm.peers import Doing, Peers, Waitable
+from lockstep.comm.shm.work import waited_for
 from lockstep.errors import UsageError
 from lockstep.events import Events
 from lockstep.weight import Weight
@@ -147,7 +148,9 @@ class World:
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: payload.numel()] = payload
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self.wait(dist.all_gather(parts, padded, group=self.host_group, async_op=True), "gathering objects")
+        with waited_for():
+            work = dist.all_gather(parts, padded, group=self.host_group, async_op=True)
+        self.wait(work, "gathering objects")
         return [
             pickle.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, lengths.tolist(), strict=True)
         ]
@@ -242,7 +245,8 @@ class World:
             return
         on_host = tensor.device.type == "cpu"
         group = self.host_group if on_host else self.group
-        work = dist.all_reduce(tensor, group=group, async_op=True)
+        with waited_for():
+            work = dist.all_reduce(tensor, group=group, async_op=True)
         if on_host:
             self.wait(work, doing)
         elif work is not None:

@@ -39,6 +39,10 @@ Doing = str | Callable[[], str]
 """What a worker was doing, in words; a function where making the words costs something."""
 
 
+def _words(doing: Doing) -> str:
+    return doing if isinstance(doing, str) else doing()
+
+
 class Waitable(Protocol):
     """What torch.distributed returns for an asynchronous operation."""
 
@@ -156,12 +160,15 @@ class Peers:
             self.waits = None
 
     def _wait(self, work: Waitable, doing: Doing, deadline: float) -> None:
+        help_out = getattr(work, "help", None)
+        if help_out is not None:  # Over shared memory it can be carried out here, where nothing else is to be done.
+            help_out(self._answering(doing))
         while True:
             try:
                 work.wait(SLICE)
                 return
             except RuntimeError as error:
-                text = doing if isinstance(doing, str) else doing()
+                text = _words(doing)
                 if work.is_completed():
                     self._settle(work, text, error)
                     return
@@ -171,6 +178,18 @@ class Peers:
             if time.monotonic() > deadline:
                 raise self._unanswered(text)
             self._answer_call(text)
+
+    def _answering(self, doing: Doing) -> Callable[[], None]:
+        """What answers a call, called as often as one likes, once a slice."""
+        last = time.monotonic()
+
+        def answer() -> None:
+            nonlocal last
+            if time.monotonic() - last > SLICE.total_seconds():
+                self._answer_call(_words(doing))
+                last = time.monotonic()
+
+        return answer
 
     def leave(self) -> None:
         """Tell those who may still wait that this worker has left."""

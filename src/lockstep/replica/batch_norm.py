@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.comm.shm.work import waited_for
 from lockstep.errors import UsageError
 from lockstep.weight import Weight, in_force
 from lockstep.world import World, join
@@ -169,7 +170,9 @@ def _global_statistics(x: Tensor, world: World) -> tuple[Tensor, Tensor, Tensor]
         var, mean = torch.var_mean(x.to(dtype), dim=dims, correction=0)
         mine[:channels], mine[channels:-1], mine[-1] = mean, var * count, count
     everyone = [torch.empty_like(mine) for _ in range(world.size)]
-    _finish(dist.all_gather(everyone, mine, group=world.group, async_op=True), world, mine)
+    with waited_for():
+        work = dist.all_gather(everyone, mine, group=world.group, async_op=True)
+    _finish(work, world, mine)
     rows = torch.stack(everyone)
     means, deviations, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = counts.sum()
@@ -187,7 +190,9 @@ def _sum_by_weight(sums: Tensor, world: World, weight: Weight | None) -> Tensor:
     """The workers' sums, each times its weight, in units of this worker's own weight."""
     factor = 1.0 if weight is None else weight.value
     weighted = sums * factor
-    _finish(dist.all_reduce(weighted, group=world.group, async_op=True), world, weighted)
+    with waited_for():
+        work = dist.all_reduce(weighted, group=world.group, async_op=True)
+    _finish(work, world, weighted)
     if isinstance(factor, Tensor):
         return weighted / torch.where(factor == 0, torch.ones_like(factor), factor)
     return weighted / factor if factor else weighted

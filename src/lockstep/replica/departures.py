@@ -1,7 +1,9 @@
 """Which buckets of a step have left: strictly in the order of the plan, and the one that closes the step last."""
 
+import contextlib
 from collections.abc import Sequence
 
+from lockstep.comm.shm.work import waited_for
 from lockstep.events import Kind
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
@@ -59,7 +61,9 @@ class Departures:
             self._partials.complete(bucket)
         if self.gauge is not None:
             self.gauge.see_own(step, bucket)
-        bucket.launch(self._traffic.send)
+        has_time = self._buckets.leave_early and bucket is not self._buckets.closing
+        with contextlib.nullcontext() if has_time or not is_over else waited_for():
+            bucket.launch(self._traffic.send)
         if self._world.events:
             self._world.events.emit(Kind.LAUNCHED, step, bucket.place, bucket.num_bytes)
             self._traffic.tell_arrivals(self.left, step)

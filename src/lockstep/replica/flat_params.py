@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.comm import shm
 from lockstep.comm.backend import all_gather, moves_parts
+from lockstep.comm.shm.work import waited_for
 from lockstep.replica.bucket import view_of
 from lockstep.replica.layout import BucketPlan
 from lockstep.replica.part import cut_out
@@ -126,8 +127,9 @@ class KeptParams:
     def after_step(self) -> None:
         """Gather everybody's parts, all buckets at a time."""
         under_way: list[Any] = []
-        for flat, spans in self._flats:
-            under_way += self._gather(flat, spans)
+        with waited_for():
+            for flat, spans in self._flats:
+                under_way += self._gather(flat, spans)
         for work in under_way:
             self._world.await_on_device(work, "gathering updated parameters")
 

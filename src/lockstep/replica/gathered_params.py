@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm.backend import all_gather, moves_parts
+from lockstep.comm.shm.work import waited_for
 from lockstep.data import tree
 from lockstep.errors import UsageError
 from lockstep.replica.bucket import view_of
@@ -103,7 +104,8 @@ class Gathered:
         """Return when the parameters are there."""
         if self.is_there:
             return
-        self.ask()
+        with waited_for():
+            self.ask()
         for work in self._work:
             self._world.await_on_device(work, "gathering parameters")
         self._work = []

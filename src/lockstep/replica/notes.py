@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.shm.work import waited_for
 from lockstep.replica.bucket import Bucket, Factor
 from lockstep.world import World
 
@@ -62,7 +63,8 @@ class Notes:
     def launch(self) -> None:
         """Send them, unless they ride in the closing bucket."""
         if not self._rides:
-            self._work = dist.all_reduce(self._values, group=self._world.host_group, async_op=True)
+            with waited_for():
+                self._work = dist.all_reduce(self._values, group=self._world.host_group, async_op=True)
 
     def wait(self) -> None:
         """Until the host can read the sums; those that ride arrive with the closing bucket."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.memory import Memory
+from lockstep.comm.shm.work import waited_for
 from lockstep.replica import allocator
 from lockstep.replica.bucket import Bucket, Factor
 from lockstep.replica.elementwise import Grain
@@ -266,9 +267,9 @@ class Split:
         sums = [torch.sum(param.grad, dtype=torch.float32) for param in owned if param.grad is not None]
         total = torch.stack(sums).sum() if sums else torch.zeros((), device=self.device)
         is_finite = torch.isfinite(total).float()
-        self._world.await_on_device(
-            dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._group, async_op=True), "looking for overflows"
-        )
+        with waited_for():
+            work = dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        self._world.await_on_device(work, "looking for overflows")
         if owned and owned[0].grad is not None:
             # Nothing is added where all is finite, and no worker has to look: 0 * 1 or 0 * inf.
             owned[0].grad.view(-1)[0].add_(0.0 * (1.0 / is_finite))

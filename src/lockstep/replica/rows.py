@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm.shm.work import waited_for
 from lockstep.replica.arrivals import is_only_ours, ours
 from lockstep.replica.bucket import Factor
 from lockstep.replica.layout import ALIGNMENT_BYTES
@@ -130,7 +131,9 @@ class Rows:
             counts[world.rank] = torch.tensor([len(rows) for rows in own])
         sent = [rows[:count] for rows, count in zip(own, counts[world.rank].tolist(), strict=True)]
         values = [table.values(rows, factor) for table, rows in zip(tables, sent, strict=True)]
-        world.wait(dist.all_reduce(counts, group=group, async_op=True), "counting rows of embeddings")
+        with waited_for():
+            work = dist.all_reduce(counts, group=group, async_op=True)
+        world.wait(work, "counting rows of embeddings")
         parts = _gather(sent, values, counts, world, group)
         if not is_active:
             return
@@ -352,7 +355,9 @@ def _gather(
         own[begin:middle].view(torch.int64).copy_(row)
         own[middle:end].view(value.dtype).copy_(value.view(-1))
     if len(own):
-        world.wait(dist.all_gather(messages, own, group=group, async_op=True), "exchanging rows of embeddings")
+        with waited_for():
+            work = dist.all_gather(messages, own, group=group, async_op=True)
+        world.wait(work, "exchanging rows of embeddings")
     return [
         [
             (message[begin:middle].view(torch.int64), message[middle:end].view(value.dtype).view(-1, *shape))

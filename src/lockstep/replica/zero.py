@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.memory import Memory, TurnsMemory, memory_of
 from lockstep.comm.shm.group import ShmGroup
+from lockstep.comm.shm.work import waited_for
 from lockstep.errors import UsageError
 from lockstep.replica import allocator
 from lockstep.replica.blocks import assign, find_blocks
@@ -152,7 +153,8 @@ class Zero:
             self._update.release()
 
     def _reduce(self, value: Tensor, op: Any) -> None:
-        work = dist.all_reduce(value, op, group=self._group, async_op=True)
+        with waited_for():
+            work = dist.all_reduce(value, op, group=self._group, async_op=True)
         self._world.await_on_device(work, "computing the norm of the gradients")
 
     @property

@@ -56,7 +56,8 @@ class GroupBase(TorchGroup):  # type: ignore[misc]  # Any, see above
         self._reducing = Reductions(self._board, window, self._places)
         self._moving = Moves(self._board, window, self._places)
         self._mail = Mail(self._board, control, rings_at)
-        self._queue = Queue("lockstep-shm", self._board.fail)
+        self._queue = Queue("lockstep-shm", self._board.fail, can_be_helped=True)
+        self._board.between = self._queue.between
         self._reductions: dict[tuple[int, torch.dtype], Reduction] = {}
         self._coalescing: list[ShmWork] | None = None
         self._nccl: Any = None

@@ -116,6 +116,8 @@ class Board:
         self.timeout = timeout
         self.error: LockstepError | None = None
         """The first error: with it the group is broken."""
+        self.between: Callable[[], None] = lambda: None
+        """Called between the slices of a wait for a meeting, by who waits."""
         self.futex = Futex()
         self.phase = 0
         self._segment = segment
@@ -187,6 +189,7 @@ class Board:
             self.futex.wait(address, seen, SLICE_S)
             if not reached(words[place], target):
                 self._mind(target, call, deadline)
+                self.between()
 
     def _compare(self, call: bytes, starts: Sequence[int]) -> list[Post]:
         pages = [bytes(self._memory[start : start + POST_BYTES]) for start in starts]

@@ -1,8 +1,24 @@
-"""Work under way: what a caller gets for an operation, and the thread that carries operations out in their order."""
+"""Work under way: what a caller gets for an operation, and the queue in which operations wait for their turn.
 
+One operation at a time is carried out, in the order in which they were given, by one of three:
+
+    the queue's thread     what was submitted
+    who calls `run`        its own operation, if nothing is before it
+    who calls `help`       what it waits for, and all that is before it, if nobody is at any of it
+
+`_busy` says that somebody is at one; it changes under the lock, and whoever has set it takes it back, wakes the thread
+if more is waiting, and only then marks the work as done. So an operation is taken once, and in its turn.
+
+Between two threads an operation costs two switches, more than a small message. So whoever will wait at once says so by
+`waited_for`, and the thread is left asleep: the operation is carried out where it is waited for. Nothing is lost by
+that: any other look at the work (`wait`, `is_completed`, `get_future`) wakes the thread first, as does the next
+operation that is submitted without the word.
+"""
+
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +36,17 @@ _SETTLING = threading.Lock()
 """Orders the end of a work and the asking for its future; held for a moment only, so one for all of them will do."""
 _ALWAYS = threading.Event()
 _ALWAYS.set()
+_CALLER = threading.local()
+
+
+@contextlib.contextmanager
+def waited_for() -> Iterator[None]:
+    """What this thread starts in here it will wait for next, by `Peers.wait`: no other thread need be woken for it."""
+    _CALLER.will_wait = True
+    try:
+        yield
+    finally:
+        _CALLER.will_wait = False
 
 
 class ShmWork(dist.Work):
@@ -37,6 +64,26 @@ class ShmWork(dist.Work):
         self._source = -1
         self._is_done = _ALWAYS if done else threading.Event()
         self._future: torch.futures.Future[object] | None = None
+        self._queue: Queue | None = None
+        """Where it waits for its turn;"""
+        self._sleeps = False
+        """without the queue's thread knowing of it."""
+
+    def wait_in(self, queue: "Queue", *, sleeps: bool) -> None:
+        """It waits for its turn in `queue`, whose thread knows of it unless it `sleeps`."""
+        self._queue, self._sleeps = queue, sleeps
+
+    def help(self, between: Callable[[], None]) -> None:
+        """Carry it out here, if nobody is at it or at one before it; `between` is called while others do not come."""
+        queue = self._queue
+        if queue is not None:
+            queue.help(self, between)
+
+    def _wake(self) -> None:
+        queue = self._queue
+        if self._sleeps and queue is not None:
+            self._sleeps = False
+            queue.wake()
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
         """Mark as done, well or with `error`; `source` is the rank that a message came from."""
@@ -46,12 +93,14 @@ class ShmWork(dist.Work):
         with _SETTLING:
             self._error, self._source = error, source
             self._is_done.set()
+            self._queue = None
             future = self._future
         if future is not None:
             self._settle(future)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when done; raise the operation's error, or LockstepError when `timeout` is over."""
+        self._wake()
         seconds = timeout.total_seconds()
         if not self._is_done.wait(seconds if seconds > 0 else None):
             raise LockstepError(f"{self.name}: not done after {timeout}.")
@@ -63,13 +112,19 @@ class ShmWork(dist.Work):
         """As `wait`."""
         self.wait()
 
+    @property
+    def is_over(self) -> bool:
+        """As `is_completed`, but wakes nobody."""
+        return self._is_done.is_set()
+
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or badly."""
+        self._wake()
         return self._is_done.is_set()
 
     def is_success(self) -> bool:
         """Whether the operation has ended well."""
-        return self._is_done.is_set() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
         """Why the operation failed."""
@@ -88,6 +143,7 @@ class ShmWork(dist.Work):
 
     def get_future(self) -> "torch.futures.Future[object]":
         """A future that gets the output tensors, or the error."""
+        self._wake()
         with _SETTLING:
             asked_before = self._future is not None
             future = self._future = self._future or torch.futures.Future()
@@ -116,10 +172,16 @@ Operation = Callable[[bool], None]
 class Queue:
     """Carries out operations one at a time, in the order in which they were given."""
 
-    def __init__(self, name: str, fail: Callable[[BaseException], BaseException]) -> None:
+    def __init__(
+        self, name: str, fail: Callable[[BaseException], BaseException], *, can_be_helped: bool = False
+    ) -> None:
+        """can_be_helped: operations call `between` while they wait for others."""
         self._name = name
         self._fail = fail
         """Turns what an operation raised into what its caller gets."""
+        self._can_be_helped = can_be_helped
+        self._between: Callable[[], None] | None = None
+        """What who helps has to do now and then."""
         self._waiting: deque[tuple[ShmWork, Operation]] = deque()
         self._busy = False
         self._closed = False
@@ -152,21 +214,61 @@ class Queue:
             self._fail(error)  # An interrupt in mid-operation leaves the group broken, and is the caller's own.
             raise
         finally:
-            with self._lock:
-                self._busy = False
-                if self._waiting:
-                    self._change.notify()
+            self._make_way()
         return self._done
 
+    def help(self, work: ShmWork, between: Callable[[], None]) -> None:
+        """Carry out, in this thread, what is before `work` and `work` itself, if nobody is at any of it."""
+        while self._can_be_helped and not work.is_over:
+            with self._lock:
+                if self._busy or not self._waiting:
+                    return
+                first, operation = self._waiting.popleft()
+                self._busy = True
+                self._between = between
+            error: BaseException | None = None
+            try:
+                operation(True)
+            except BaseException as raised:
+                error = self._fail(raised)
+                if not isinstance(raised, Exception):
+                    raise  # As in `run`.
+            finally:
+                self._between = None
+                self._make_way()
+                first.finish(error)
+
+    def between(self) -> None:
+        """Called by an operation that waits for others, now and then, in the thread that carries it out."""
+        if self._between is not None:
+            self._between()
+
+    def _make_way(self) -> None:
+        with self._lock:
+            self._busy = False
+            if self._waiting:
+                self._wake()
+
+    def wake(self) -> None:
+        """Let the thread see what is waiting."""
+        with self._lock:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._change.notify()
+
     def submit(self, name: str, operation: Operation, outputs: object) -> ShmWork:
-        """Have `operation` carried out by the queue's own thread; return at once."""
+        """Have `operation` carried out by the queue's own thread, or where it is waited for; return at once."""
         work = ShmWork(name, outputs)
-        with self._change:
+        sleeps = self._can_be_helped and getattr(_CALLER, "will_wait", False)
+        work.wait_in(self, sleeps=sleeps)
+        with self._lock:
             self._waiting.append((work, operation))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
-            self._change.notify()
+            if not sleeps:
+                self._wake()
         return work
 
     def close(self) -> None:
