@@ -4,6 +4,7 @@ All workers draw the same operations from one seed, and each computes by itself 
 form is run with LOCKSTEP_STRESS=10000 (operations per number of workers).
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from amount import some
 from processes import fork_context
 
 from lockstep.comm import shm
+from lockstep.comm.shm.work import waited_for
 from lockstep.errors import LockstepError, WorkerLost
 
 OPERATIONS = int(os.environ.get("LOCKSTEP_STRESS", "30"))
@@ -115,10 +117,22 @@ def pick_op(context):
 
 def all_reduce(context):
     op, mine = pick_op(context), context.mine()
-    work = dist.all_reduce(mine, op, group=context.group, async_op=context.own.random() < 0.5)
+    with waited_for() if context.own.random() < 0.5 else contextlib.nullcontext():
+        work = dist.all_reduce(mine, op, group=context.group, async_op=context.own.random() < 0.6)
     if work is not None:
-        work.wait()
+        await_somehow(work, context.own.choice(("wait", "help", "look", "future")))
     check(mine, reference(context.parts, op), f"all_reduce {op} {context.dtype} {context.numel}")
+
+
+def await_somehow(work, way):
+    if way == "help":
+        work.help(lambda: None)
+    elif way == "look":
+        while not work.is_completed():
+            time.sleep(0.0001)
+    elif way == "future":
+        work.get_future().wait()
+    work.wait()
 
 
 def reduce(context):

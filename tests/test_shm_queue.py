@@ -1,0 +1,167 @@
+"""The queue of a group in shared memory: one operation at a time, in order, whoever carries it out."""
+
+import contextlib
+import random
+import threading
+import time
+
+import pytest
+
+from lockstep.comm.shm.work import Queue, waited_for
+from lockstep.errors import LockstepError
+
+NUM_OPERATIONS = 150
+
+
+class Log:
+    """What was carried out, in which order, by which threads; complains if two are at it at once."""
+
+    def __init__(self):
+        self.done, self.threads = [], set()
+        self.is_busy = False
+
+    def operation(self, number, seconds=0.0):
+        def operate(spin):
+            assert not self.is_busy, "two at once"
+            self.is_busy = True
+            time.sleep(seconds)
+            self.done.append(number)
+            self.threads.add(threading.current_thread().name)
+            self.is_busy = False
+
+        return operate
+
+
+def make_queue(**options):
+    return Queue("lockstep-test", lambda error: error, can_be_helped=True, **options)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_operations_are_carried_out_once_and_in_order(seed):
+    queue, log, draw = make_queue(), Log(), random.Random(seed)
+    works, is_over = [], threading.Event()
+
+    def look():
+        """Wait for works in one way or another, from another thread."""
+        own = random.Random(threading.get_ident())
+        while not is_over.is_set():
+            for work in works[-3:]:
+                own.choice((lambda w: w.help(lambda: None), lambda w: w.is_completed(), lambda w: w.wait()))(work)
+            time.sleep(0.0002)
+
+    others = [threading.Thread(target=look, daemon=True) for _ in range(3)]
+    for other in others:
+        other.start()
+    for number in range(NUM_OPERATIONS):
+        operation = log.operation(number, draw.choice((0.0, 0.0, 0.0005)))
+        with waited_for() if draw.random() < 0.5 else contextlib.nullcontext():
+            if draw.random() < 0.2:
+                queue.run("run", operation, [])
+            else:
+                works.append(queue.submit("submit", operation, []))
+        if works and draw.random() < 0.3:
+            works[-1].help(lambda: None)
+    for work in works:
+        work.wait()
+    is_over.set()
+    for other in others:
+        other.join(5)
+        assert not other.is_alive()
+    queue.close()
+    assert log.done == list(range(NUM_OPERATIONS))
+
+
+def test_who_waits_carries_it_out():
+    queue, log = make_queue(), Log()
+    with waited_for():
+        works = [queue.submit("submit", log.operation(number), []) for number in range(3)]
+    time.sleep(0.05)
+    assert log.done == [], "nobody has waited"
+    works[1].help(lambda: None)
+    assert log.done == [0, 1]
+    works[2].help(lambda: None)
+    assert (log.done, log.threads) == ([0, 1, 2], {"MainThread"})
+
+
+@pytest.mark.parametrize("look", ["wait", "result", "synchronize", "is_completed", "is_success", "get_future"])
+def test_any_look_wakes_the_thread(look):
+    queue, log = make_queue(), Log()
+    with waited_for():
+        work = queue.submit("submit", log.operation(0), [])
+    getattr(work, look)()
+    for _ in range(500):
+        if log.done:
+            break
+        time.sleep(0.01)
+    assert (log.done, log.threads) == ([0], {"lockstep-test"})
+    queue.close()
+
+
+def test_the_next_operation_takes_those_before_it_along():
+    queue, log = make_queue(), Log()
+    with waited_for():
+        queue.submit("submit", log.operation(0), [])
+    queue.submit("submit", log.operation(1), []).wait()
+    with waited_for():
+        queue.submit("submit", log.operation(2), [])
+    queue.run("run", log.operation(3), [])
+    assert log.done == [0, 1, 2, 3]
+    queue.close()
+
+
+def test_nobody_helps_while_another_is_at_it():
+    queue, log = make_queue(), Log()
+    first = queue.submit("submit", log.operation(0, seconds=0.3), [])
+    time.sleep(0.1)
+    with waited_for():
+        second = queue.submit("submit", log.operation(1), [])
+    second.help(lambda: None)
+    assert log.done == []
+    second.wait()
+    assert log.done == [0, 1] and first.is_completed()
+    queue.close()
+
+
+def test_errors_come_where_they_are_waited_for():
+    queue, log = make_queue(), Log()
+
+    def fail(spin):
+        raise LockstepError("it failed")
+
+    with waited_for():
+        failing = queue.submit("submit", fail, [])
+        fine = queue.submit("submit", log.operation(1), [])
+    fine.help(lambda: None)
+    assert log.done == [1]
+    with pytest.raises(LockstepError, match="it failed"):
+        failing.wait()
+    assert fine.is_success() and not failing.is_success()
+
+
+def test_an_interrupt_is_the_callers_own():
+    def interrupt(spin):
+        raise KeyboardInterrupt
+
+    queue = Queue("lockstep-test", lambda error: LockstepError("broken"), can_be_helped=True)
+    with waited_for():
+        work = queue.submit("submit", interrupt, [])
+    with pytest.raises(KeyboardInterrupt):
+        work.help(lambda: None)
+    with pytest.raises(LockstepError, match="broken"):
+        work.wait()
+
+
+def test_who_helps_does_what_it_has_to_now_and_then():
+    calls = []
+    queue = make_queue()
+
+    def operate(spin):
+        assert spin, "somebody waits"
+        queue.between()
+        queue.between()
+
+    with waited_for():
+        work = queue.submit("submit", operate, [])
+    work.help(lambda: calls.append(1))
+    queue.between()
+    assert len(calls) == 2
