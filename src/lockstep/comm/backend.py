@@ -8,8 +8,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import shm
+from lockstep.comm.shm.group import ShmGroup
 from lockstep.environment import LOOPBACK, Launch
 from lockstep.errors import LaunchError
+
+_LATER = dist.AllreduceOptions()
+_LATER.asyncOp = True
 
 
 def choose(device: torch.device, *, on_one_host: bool) -> str:
@@ -90,6 +94,13 @@ def moves_parts(group: dist.ProcessGroup) -> bool:
     place, and to broadcast the parts.
     """
     return dist.get_backend(group) != "gloo"
+
+
+def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Start replacing `flat` by the sum of everybody's; returns what to wait for."""
+    if isinstance(group, ShmGroup) and flat.is_cpu:
+        return group.allreduce([flat], _LATER)  # What torch does around it takes as long as a small message.
+    return dist.all_reduce(flat, group=group, async_op=True)
 
 
 def reduce_scatter(out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Any:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.shm.work import waited_for
 from lockstep.errors import ModelMismatch
 from lockstep.world import World
 
@@ -54,7 +55,8 @@ def broadcast(tensors: Sequence[Tensor], world: World, source: int, group: dist.
     for batch in _batches(tensors):
         real = [torch.view_as_real(t) if t.is_complex() else t for t in batch]
         flat = torch.cat([t.detach().reshape(-1) for t in real])
-        work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
+        with waited_for():
+            work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
         if flat.device.type == "cpu":
             world.wait(work, "receiving the first weights and buffers" if source == 0 else "receiving weights")
         elif work is not None:

@@ -8,7 +8,6 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -70,11 +69,13 @@ def _report(index: int, param: Tensor, receiver: Receiver) -> RemovableHandle:
     return hook
 
 
-def missing(places: Sequence[tuple[Bucket, int] | None], touched: Set[int]) -> list[int]:
+def missing(buckets: Buckets, touched: Set[int]) -> list[int]:
     """Parameters for which this worker has no gradient of its own: neither in a bucket nor outside, in `touched`."""
+    if None not in buckets.places and not any(bucket.num_missing for bucket in buckets.all):
+        return []  # As nearly always.
     return [
         index
-        for index, place in enumerate(places)
+        for index, place in enumerate(buckets.places)
         if (place is None or (place[0].num_missing and not place[0].has(place[1]))) and index not in touched
     ]
 

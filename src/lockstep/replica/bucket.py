@@ -10,6 +10,7 @@
 A bucket does not know in which order buckets are launched: that is the reducer's.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from lockstep.replica.silent_slots import SilentSlots
 SMALL_BYTES = 16 << 10
 """Gradients up to here are copied into their bucket together: 23,500 instructions each instead of 38,800, all else as
 it was then (`bench/hot_path.py --count`). They are kept until the bucket leaves, so they must be small."""
+
+_grad_of = operator.attrgetter("grad")
+_address_of = Tensor.data_ptr
 
 Factor = float | Tensor
 Launch = Callable[["Bucket"], Any]
@@ -87,7 +91,7 @@ class Bucket:
 
     def offer(self) -> None:
         """A pass begins: let autograd add silent gradients to their slots, if nobody else uses the memory now."""
-        if [view.data_ptr() for view in self.views] != self._addresses:
+        if list(map(_address_of, self.views)) != self._addresses:
             # They are handed out as gradients, and somebody has set the `data` of one.
             self._view_slots()
             self.silence(self._silent.numbers)
@@ -241,12 +245,13 @@ class Bucket:
 
     def hand_out(self, used: Sequence[bool]) -> None:
         """Let slots be the gradients of the parameters that some worker has used, by number."""
-        kept = self._silent.numbers if self._silent.are_kept else ()
-        for slot in [slot for slot in kept if not used[self.indices[slot]]]:
-            self.params[slot].grad = None
-        for param, view, index in zip(self.params, self.views, self.indices, strict=True):
-            if used[index] and param.grad is not view:
-                param.grad = view
+        if self._silent.are_kept and not all(used):
+            for slot in [slot for slot in self._silent.numbers if not used[self.indices[slot]]]:
+                self.params[slot].grad = None
+        # Most have theirs, and are passed over without a step of Python's.
+        have_theirs = map(operator.is_, map(_grad_of, self.params), self.views)
+        for slot in [slot for slot, has in enumerate(have_theirs) if not has and used[self.indices[slot]]]:
+            self.params[slot].grad = self.views[slot]
 
     def launch(self, send: Launch) -> None:
         """Hand the buffer to the backend."""

@@ -77,6 +77,7 @@ class Departures:
         for bucket in self._buckets.all:
             if not bucket.is_settled:
                 self._traffic.settle(bucket, step)
+        notes.read()
 
     def reset(self) -> None:
         """Ready for the next step."""

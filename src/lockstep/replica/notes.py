@@ -6,7 +6,7 @@ that closes the step, so they cost no message. On a GPU only the weight rides th
 memory, so that reading it never makes the host wait for the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,15 +35,19 @@ class Notes:
         self._rides = closing.tail.device.type == "cpu"
         numel = tail_numel(num_params, num_buffers)
         self._values = closing.tail[:numel] if self._rides else torch.zeros(numel)
-        self._used = self._values[NUM_FLAGS : NUM_FLAGS + num_params]
-        self._changed = self._values[NUM_FLAGS + num_params : numel]
+        self._num_params = num_params
+        self._own = torch.zeros(numel, dtype=self._values.dtype)
+        """What this worker wrote last, but for what it counted;"""
+        self._key: object = None
+        """and from what: it is nearly always the same."""
+        self._sums: list[float] = []
         self._work: Any = None
 
     def write(
         self,
         counted: Factor,
-        unused: Iterable[int],
-        changed: Iterable[int],
+        unused: Sequence[int],
+        changed: Sequence[int],
         *,
         explicit: bool,
         extra: bool = False,
@@ -51,13 +55,17 @@ class Notes:
         void: bool = False,
     ) -> None:
         """Say what this worker did in the step."""
-        self._values[:NUM_FLAGS] = torch.tensor([0.0, void, extra, active, explicit], dtype=self._values.dtype)
-        self._used.fill_(1.0 if active and not void else 0.0)
-        for index in unused:
-            self._used[index] = 0.0
-        self._changed.zero_()
-        for index in changed:
-            self._changed[index] = 1.0
+        flags, key = (0.0, void, extra, active, explicit), (void, extra, active, explicit, *unused, None, *changed)
+        if key != self._key:
+            used = [1.0 if active and not void else 0.0] * self._num_params
+            for index in unused:
+                used[index] = 0.0
+            self._own.zero_()
+            self._own[: NUM_FLAGS + self._num_params] = torch.tensor([*flags, *used], dtype=self._own.dtype)
+            for index in changed:
+                self._own[NUM_FLAGS + self._num_params + index] = 1.0
+            self._key = key
+        self._values.copy_(self._own)
         self._tail[_COUNTED] = counted
 
     def launch(self) -> None:
@@ -71,6 +79,10 @@ class Notes:
         self._world.wait(self._work, "agreeing on the end of a step")
         self._work = None
 
+    def read(self) -> None:
+        """Everything has arrived: see what all workers wrote."""
+        self._sums = self._values.tolist()
+
     @property
     def counted(self) -> Tensor:
         """The sum of what was counted, as a share of what was expected; on the bucket's device."""
@@ -79,32 +91,31 @@ class Notes:
     @property
     def num_void(self) -> int:
         """How many workers' backward pass failed."""
-        return round(self._values[_VOID].item())
+        return round(self._sums[_VOID])
 
     @property
     def has_extra(self) -> bool:
         """Whether some worker has gradients that no bucket of this step took."""
-        return self._values[_EXTRA].item() > 0
+        return self._sums[_EXTRA] > 0
 
     @property
     def num_active(self) -> int:
         """How many workers had a batch."""
-        return round(self._values[_ACTIVE].item())
+        return round(self._sums[_ACTIVE])
 
     @property
     def num_explicit(self) -> int:
         """How many workers gave a weight of their own."""
-        return round(self._values[_EXPLICIT].item())
+        return round(self._sums[_EXPLICIT])
 
     def is_used(self, index: int) -> bool:
         """Whether any worker has a gradient for the parameter."""
-        return self._used[index].item() > 0
+        return self._sums[NUM_FLAGS + index] > 0
 
     def used(self) -> list[bool]:
         """The same for every parameter, in order."""
-        used: list[bool] = (self._used > 0).tolist()
-        return used
+        return [total > 0 for total in self._sums[NUM_FLAGS : NUM_FLAGS + self._num_params]]
 
     def changed(self) -> list[int]:
         """Numbers of the buffers that some worker changed."""
-        return self._changed.nonzero().flatten().tolist() if self._changed.numel() else []
+        return [number for number, total in enumerate(self._sums[NUM_FLAGS + self._num_params :]) if total]

@@ -276,7 +276,7 @@ class Reducer:
                 self._extra |= self._rows.unknown()
             self._notes.write(
                 self.weighing.counted,
-                unused=arrivals.missing(self._buckets.places, self._touched),
+                unused=arrivals.missing(self._buckets, self._touched),
                 changed=self._buffers.changed(),
                 explicit=self.weighing.is_explicit,
                 extra=bool(self._extra),

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.backend import moves_parts, reduce_scatter
+from lockstep.comm.backend import all_reduce, moves_parts, reduce_scatter
 from lockstep.comm.ordered import Ordered
 from lockstep.replica.bucket import Bucket, Factor
 from lockstep.replica.layout import BucketPlan
@@ -88,7 +88,7 @@ class Fast:
 
     def all_reduce(self, bucket: Bucket) -> Any:
         """See BucketReduction."""
-        return dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        return all_reduce(bucket.flat, self._group)
 
     def reduce_scatter(self, bucket: Bucket, spans: Sequence[Span], out: Tensor) -> Any:
         """See BucketReduction."""

@@ -8,8 +8,10 @@ take_back  the bucket is about to leave while others may still come: no paramete
 keep       it leaves at the end of the pass: parameters keep their slots, in which their reduced gradients will be
 """
 
+import collections
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from lockstep.replica.layout import Slot
 
 _grad_of = operator.attrgetter("grad")
 _version_of = operator.attrgetter("_version")
+_set_grad: Any = Tensor.grad.__set__  # type: ignore[union-attr]  # A property, as torch has it.
 
 
 class SilentSlots:
@@ -49,8 +52,7 @@ class SilentSlots:
         if self._can_offer and self._params:
             for run in self._runs:
                 run.zero_()
-            for param, view in zip(self._params, self._views, strict=True):
-                param.grad = view
+            collections.deque(map(_set_grad, self._params, self._views), maxlen=0)  # By the shortest way.
             self._versions = list(map(_version_of, self._views))
 
     def come(self, taken: Sequence[bool]) -> tuple[list[int], list[int]]:
