@@ -7,8 +7,9 @@
 In every round three models take a step each, in an order that is shuffled anew (see lockstep.bench.interleave): the
 bare module, one wrapped, and one wrapped whose objects have got a class with a stopwatch around the methods in ITEMS.
 A method's time is its own, without timed methods that it calls, and less what the stopwatch takes, which is measured.
-The reduction runs in a thread of its own: its time is that thread's processor time, and waiting is what the pass waited
-beyond that. Times are means over the workers and medians over the rounds.
+The reduction runs where it is waited for, or in a thread of its own: its time is that of its methods, without their
+waiting for others, and that thread's processor time; waiting is what the pass waited beyond that. Times are means over
+the workers and medians over the rounds.
 
 Floors: bytes read and written, by the speed of a copy of as many bytes as there are gradients, by both workers at once;
 messages, by the time of the smallest all_reduce; and waiting, by how far workers are apart after a step without any.
@@ -22,6 +23,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import timeit
 from collections import Counter
@@ -46,8 +48,8 @@ ITEMS = {
     "lending slots": "SlotLender.lend",
     "gradients into buckets": "Bucket.put Bucket.put_later Bucket.put_waiting Bucket.fill_missing",
     "launching": "Departures.launch",
-    "reduction": "",
-    "waiting": "World.wait",
+    "reduction": "Reductions.* Moves.*",
+    "waiting": "World.wait Board._await",
     "notes": "Notes.* Buffers.changed",
     "handing out": "Whole.hand_out Split.hand_out",
     "finish: the rest": "Reducer.finish",
@@ -63,10 +65,11 @@ Record = dict[str, float]
 
 
 class Stopwatch:
-    """Times methods, each without those it calls, and the thread that reduces."""
+    """Times methods of the main thread, each without those it calls, and the thread of a queue."""
 
-    def __init__(self, thread: Any) -> None:
-        self._clock = time.pthread_getcpuclockid(thread.ident)
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self._main = threading.get_ident()
         self.nanoseconds: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.called = [0]
@@ -77,8 +80,9 @@ class Stopwatch:
         self._outside = round(whole - bare - self._inside)
 
     def thread_time(self) -> int:
-        """Processor time of the thread that reduces."""
-        return time.clock_gettime_ns(self._clock)
+        """Processor time of the queue's thread, if it has one by now."""
+        thread = self._queue._thread
+        return time.clock_gettime_ns(time.pthread_getcpuclockid(thread.ident)) if thread is not None else 0
 
     def watch(self, watched: object) -> None:
         """Give `watched` a class whose methods are timed."""
@@ -97,9 +101,12 @@ class Stopwatch:
 
     def _timed(self, function: Any, item: str) -> Callable[..., Any]:
         clock, called, inside, outside = time.perf_counter_ns, self.called, self._inside, self._outside
+        ident, main = threading.get_ident, self._main
         nanoseconds, calls = self.nanoseconds, self.calls
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if ident() != main:
+                return function(*args, **kwargs)
             begun = clock()
             called.append(0)
             result = function(*args, **kwargs)
@@ -115,7 +122,7 @@ class Stopwatch:
             timed(*args, **kwargs)
             nanoseconds["reduced while waiting"] += self.thread_time() - before
 
-        return timed_waiting if item == "waiting" else timed
+        return timed_waiting if function.__qualname__ == "World.wait" else timed
 
     def step(self, variant: Variant, batch: workloads.Batch) -> Record:
         """Take a step; what its items took, and its phases without them."""
@@ -123,10 +130,10 @@ class Stopwatch:
         self.calls.clear()
         reduced, record = self.thread_time(), phases(variant, batch, self.called)
         spent = {item: nanoseconds / 1e6 for item, nanoseconds in self.nanoseconds.items()}
-        spent["reduction"] = (self.thread_time() - reduced) / 1e6
-        meanwhile = spent.pop("reduced while waiting", 0.0)
+        by_thread, meanwhile = (self.thread_time() - reduced) / 1e6, spent.pop("reduced while waiting", 0.0)
+        spent["reduction"] += by_thread
         spent["waiting"] -= meanwhile
-        record["backward"] -= spent["reduction"] - meanwhile  # Both threads have one core.
+        record["backward"] -= by_thread - meanwhile  # Both threads have one core.
         return record | spent | {f"calls of {item}": count for item, count in self.calls.items()}
 
 
@@ -147,7 +154,7 @@ def train(workload: str, kind: str, steps: int) -> list[str]:
     fed = workloads.batches(workload, catalogue.WORKLOADS[workload].batch, world.rank, world.device)
     timed = _variant(kind, workload, world, fed)
     reducer: Any = timed.model.reducer
-    stopwatch = Stopwatch(reducer.group._queue._thread)
+    stopwatch = Stopwatch(reducer.group._queue)
     for each in gc.get_objects():  # There is no other model of ours yet.
         if str(type(each).__module__).startswith("lockstep."):
             stopwatch.watch(each)

@@ -4,10 +4,11 @@ Asked of the optimizer itself: a copy of it takes a few steps on a small matrix,
 into pieces. No list of names could know a user's own classes.
 """
 
+import copy
 import enum
 import inspect
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ def grain_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Grain:
     It is tried on `device`, where its parameters are or will be.
     """
     groups = {repr(_hyper(group)): group for group in optimizer.param_groups}
-    grains = {_grain_in(optimizer, group, device) for group in groups.values()}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # One that draws is not to draw from those.
+        grains = {_grain_in(optimizer, group, device) for group in groups.values()}
     return Grain.TENSOR if Grain.TENSOR in grains else Grain.ELEMENT
 
 
@@ -114,7 +116,7 @@ def _copy(optimizer: torch.optim.Optimizer, hyper: dict[str, Any], params: list[
         except (TypeError, ValueError):
             pass
     trial: Any = object.__new__(type(optimizer))
-    trial.__dict__.update(optimizer.__dict__)
+    trial.__dict__.update({name: _of_its_own(value) for name, value in optimizer.__dict__.items()})
     trial.__dict__.pop("step", None)  # A scheduler counts the steps of the original there.
     trial.state = defaultdict(dict)
     trial.param_groups = [{**hyper, "params": params}]
@@ -122,3 +124,10 @@ def _copy(optimizer: torch.optim.Optimizer, hyper: dict[str, Any], params: list[
         if name.endswith("_hooks") and isinstance(value, OrderedDict):
             setattr(trial, name, OrderedDict())
     return trial
+
+
+def _of_its_own(value: Any) -> Any:
+    """What an optimizer keeps beside its state, so that steps of the copy do not count for the original."""
+    if type(value) is Tensor:
+        return value.clone()
+    return copy.copy(value) if isinstance(value, dict | list | set | deque) else value

@@ -13,6 +13,7 @@ module itself, by one that gives the same bits, and whose backward asks the redu
 So what is lent need not be certain to come back alone. It is not lent where others could see it, and wonder: to
 `torch.autograd.grad`, under `create_graph`, with hooks on the parameter. Each worker decides for itself, since what is
 in the slot in the end is the same. The scale must be a power of two, so that scaling first or last gives the same bits.
+An embedding with the same weight leaves its part with the lender: see tied.py.
 
 On CPUs only: on a GPU a copy costs next to nothing. Calls that are anything but a plain product (autocast, functional
 transforms, tracing, other dtypes) go to torch's own forward. What cannot be seen from here are hooks on nodes of the

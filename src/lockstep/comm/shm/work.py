@@ -7,7 +7,7 @@ One operation at a time is carried out, in the order in which they were given, b
     who calls `help`       what it waits for, and all that is before it, if nobody is at any of it
 
 `_busy` says that somebody is at one; it changes under the lock, and whoever has set it takes it back, wakes the thread
-if more is waiting, and only then marks the work as done. So an operation is taken once, and in its turn.
+if it has to see to more, and only then marks the work as done. So an operation is taken once, and in its turn.
 
 Between two threads an operation costs two switches, more than a small message. So whoever will wait at once says so by
 `waited_for`, and the thread is left asleep: the operation is carried out where it is waited for. Nothing is lost by
@@ -66,12 +66,12 @@ class ShmWork(dist.Work):
         self._future: torch.futures.Future[object] | None = None
         self._queue: Queue | None = None
         """Where it waits for its turn;"""
-        self._sleeps = False
+        self.sleeps = False
         """without the queue's thread knowing of it."""
 
     def wait_in(self, queue: "Queue", *, sleeps: bool) -> None:
         """It waits for its turn in `queue`, whose thread knows of it unless it `sleeps`."""
-        self._queue, self._sleeps = queue, sleeps
+        self._queue, self.sleeps = queue, sleeps
 
     def help(self, between: Callable[[], None]) -> None:
         """Carry it out here, if nobody is at it or at one before it; `between` is called while others do not come."""
@@ -81,8 +81,8 @@ class ShmWork(dist.Work):
 
     def _wake(self) -> None:
         queue = self._queue
-        if self._sleeps and queue is not None:
-            self._sleeps = False
+        if self.sleeps and queue is not None:
+            self.sleeps = False
             queue.wake()
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
@@ -246,7 +246,7 @@ class Queue:
     def _make_way(self) -> None:
         with self._lock:
             self._busy = False
-            if self._waiting:
+            if not all(work.sleeps for work, _ in self._waiting):
                 self._wake()
 
     def wake(self) -> None:
