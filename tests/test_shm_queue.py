@@ -2,13 +2,14 @@
 
 import contextlib
 import random
+import signal
 import threading
 import time
 
 import pytest
 
 from lockstep.comm.shm.work import Queue, waited_for
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UsageError
 
 NUM_OPERATIONS = 150
 
@@ -149,6 +150,54 @@ def test_an_interrupt_is_the_callers_own():
         work.help(lambda: None)
     with pytest.raises(LockstepError, match="broken"):
         work.wait()
+
+
+def test_what_a_signal_handler_raises_comes_out_as_it_is():
+    queue = Queue("lockstep-test", lambda error: LockstepError("broken"), can_be_helped=True)
+    before = signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+    try:
+        with waited_for():
+            work = queue.submit("submit", lambda spin: signal.raise_signal(signal.SIGALRM), [])
+        with pytest.raises(ZeroDivisionError):
+            work.help(lambda: None)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(LockstepError, match="broken"):
+        work.wait()
+
+
+def test_an_operation_inside_another_is_refused_and_does_not_hang():
+    queue, log, found = make_queue(), Log(), []
+
+    def operate(spin):
+        """As a signal handler that interrupts an operation, and calls a collective."""
+        later = queue.submit("submit", log.operation(1), [])
+        for attempt in (lambda: queue.run("run", log.operation(2), []), later.wait):
+            with pytest.raises(UsageError, match="set a flag"):
+                attempt()
+        found.append(later)
+
+    with waited_for():
+        queue.submit("submit", operate, []).help(lambda: None)
+    found[0].wait()
+    queue.run("run", operate, [])
+    queue.submit("submit", operate, []).wait()
+    for later in found:
+        later.wait()
+    assert log.done == [1, 1, 1]
+    queue.close()
+
+
+def test_one_block_inside_another():
+    queue, log = make_queue(), Log()
+    with waited_for():
+        with waited_for():
+            pass
+        work = queue.submit("submit", log.operation(0), [])
+    time.sleep(0.05)
+    assert log.done == []
+    work.wait()
+    queue.close()
 
 
 def test_who_helps_does_what_it_has_to_now_and_then():

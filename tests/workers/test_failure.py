@@ -23,7 +23,7 @@ def free_port():
         return server.getsockname()[1]
 
 
-def train(environ, words, backend, timeout, fault, victim, zero=0):
+def train(environ, words, backend, timeout, fault, victim, zero=0, cap_mb=0.1):
     """Worker: steps without end; the victim has its fault in step 5."""
     import torch
 
@@ -34,7 +34,7 @@ def train(environ, words, backend, timeout, fault, victim, zero=0):
     world = lockstep.join(timeout=timeout, backend=backend)
     net = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    model = lockstep.DataParallel(net, bucket_cap_mb=0.1, optimizer=optimizer, zero=zero)
+    model = lockstep.DataParallel(net, bucket_cap_mb=cap_mb, optimizer=optimizer, zero=zero)
     for step in range(100000):
         loss = model(torch.ones(2, 200)).square().mean()
         if step == 5 and world.rank == victim:
@@ -130,9 +130,12 @@ def test_the_same_where_something_is_split(start, backend, zero):
         assert f"worker 1 (pid {processes[1].pid}" in line
 
 
-@pytest.mark.parametrize("backend", some(["gloo"], BACKENDS))
-def test_a_stopped_worker_is_named_at_the_deadline(start, backend):
-    processes, words = start(3, backend, 2, "stopped", 1)
+@pytest.mark.parametrize(
+    ("backend", "cap_mb"),  # One bucket is reduced by the thread that waits for it, over shared memory.
+    some([("gloo", 0.1), ("shm", 25)], itertools.product(BACKENDS, [0.1, 25])),
+)
+def test_a_stopped_worker_is_named_at_the_deadline(start, backend, cap_mb):
+    processes, words = start(3, backend, 2, "stopped", 1, 0, cap_mb)
     for line in last_words(processes, words, 1, "stopped", within_s=15):
         assert f"worker 1 (pid {processes[1].pid}" in line and "did not answer" in line
 

@@ -188,6 +188,35 @@ def test_a_table_that_is_used_otherwise_too(started_pool, way):
         assert num_added[-1] == (way == "void")
 
 
+def freeze_between(world, least_bytes):
+    """Passes to the input alone: the weight is frozen between forward and backward, so that nothing of it arrives."""
+    before, lending.LEAST_BYTES = lending.LEAST_BYTES, least_bytes
+    torch.manual_seed(1)
+    net = Net("plain")
+    net.extra = nn.Parameter(torch.zeros(()))
+    model = lockstep.DataParallel(net)
+    lending.LEAST_BYTES = before
+    generator = torch.Generator().manual_seed(world.rank)
+    grads = []
+    for step in range(STEPS):
+        loss = model(torch.randint(24, (4, 12), generator=generator))
+        if step == CHANGES_AT:
+            net.requires_grad_(False)
+        loss.backward()
+        net.requires_grad_(True)
+        grads.append(None if net.tokens.weight.grad is None else net.tokens.weight.grad.clone())
+        net.zero_grad()
+    return grads
+
+
+def test_a_weight_that_is_frozen_between_forward_and_backward(started_pool):
+    rows = started_pool.run(2, freeze_between, 1 << 10)[0]
+    whole = started_pool.run(2, freeze_between, NEVER)[0]
+    assert [grad is None for grad in rows] == [step == CHANGES_AT for step in range(STEPS)]
+    for one, other in zip(rows, whole, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
 def leave(world):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(512, 512), nn.Linear(512, 512, bias=False))

@@ -161,35 +161,51 @@ class Peers:
 
     def _wait(self, work: Waitable, doing: Doing, deadline: float) -> None:
         help_out = getattr(work, "help", None)
-        if help_out is not None:  # Over shared memory it can be carried out here, where nothing else is to be done.
-            help_out(self._answering(doing))
+        if help_out is not None:
+            self._help(help_out, doing, deadline)
         while True:
             try:
                 work.wait(SLICE)
                 return
+            except UsageError:
+                raise
             except RuntimeError as error:
-                text = _words(doing)
                 if work.is_completed():
-                    self._settle(work, text, error)
+                    self._settle(work, _words(doing), error)
                     return
-            dead = tuple(p for p in self._local if p.is_dead())
-            if dead:
-                raise self._lost(text, dead, "ended")
-            if time.monotonic() > deadline:
-                raise self._unanswered(text)
-            self._answer_call(text)
+            self._look(doing, deadline)
 
-    def _answering(self, doing: Doing) -> Callable[[], None]:
-        """What answers a call, called as often as one likes, once a slice."""
-        last = time.monotonic()
+    def _help(self, help_out: Callable[[Callable[[], None]], None], doing: Doing, deadline: float) -> None:
+        """Carry `work` out in this thread, which has nothing else to do: over shared memory, if nobody else has begun.
 
-        def answer() -> None:
+        What is done between the slices of a wait is done all the same, and an error of that is raised as it is.
+        """
+        last, raised = time.monotonic(), []
+
+        def between() -> None:
             nonlocal last
-            if time.monotonic() - last > SLICE.total_seconds():
-                self._answer_call(_words(doing))
+            now = time.monotonic()
+            if now - last > SLICE.total_seconds() or now > deadline:
+                try:
+                    self._look(doing, deadline)
+                except RuntimeError as error:
+                    raised.append(error)
+                    raise
                 last = time.monotonic()
 
-        return answer
+        help_out(between)
+        if raised:
+            raise raised[0]
+
+    def _look(self, doing: Doing, deadline: float) -> None:
+        """Between two slices of a wait: raise if it need not go on, and answer those who call."""
+        text = _words(doing)
+        dead = tuple(p for p in self._local if p.is_dead())
+        if dead:
+            raise self._lost(text, dead, "ended")
+        if time.monotonic() > deadline:
+            raise self._unanswered(text)
+        self._answer_call(text)
 
     def leave(self) -> None:
         """Tell those who may still wait that this worker has left."""

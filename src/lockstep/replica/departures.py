@@ -62,7 +62,8 @@ class Departures:
         if self.gauge is not None:
             self.gauge.see_own(step, bucket)
         has_time = self._buckets.leave_early and bucket is not self._buckets.closing
-        with contextlib.nullcontext() if has_time or not is_over else waited_for():
+        is_awaited = is_over and not has_time and not self._traffic.has_hook
+        with waited_for() if is_awaited else contextlib.nullcontext():
             bucket.launch(self._traffic.send)
         if self._world.events:
             self._world.events.emit(Kind.LAUNCHED, step, bucket.place, bucket.num_bytes)

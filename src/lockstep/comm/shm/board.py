@@ -188,8 +188,8 @@ class Board:
             self.look(call)
             self.futex.wait(address, seen, SLICE_S)
             if not reached(words[place], target):
-                self._mind(target, call, deadline)
                 self.between()
+                self._mind(target, call, deadline)
 
     def _compare(self, call: bytes, starts: Sequence[int]) -> list[Post]:
         pages = [bytes(self._memory[start : start + POST_BYTES]) for start in starts]

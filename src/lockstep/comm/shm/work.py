@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UsageError
 
 NO_TIMEOUT = timedelta(0)
 """What torch passes for 'no timeout of its own'."""
@@ -42,11 +42,12 @@ _CALLER = threading.local()
 @contextlib.contextmanager
 def waited_for() -> Iterator[None]:
     """What this thread starts in here it will wait for next, by `Peers.wait`: no other thread need be woken for it."""
+    before = getattr(_CALLER, "will_wait", False)
     _CALLER.will_wait = True
     try:
         yield
     finally:
-        _CALLER.will_wait = False
+        _CALLER.will_wait = before
 
 
 class ShmWork(dist.Work):
@@ -100,6 +101,9 @@ class ShmWork(dist.Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when done; raise the operation's error, or LockstepError when `timeout` is over."""
+        queue = self._queue
+        if queue is not None:
+            queue.require_another_thread(self.name)
         self._wake()
         seconds = timeout.total_seconds()
         if not self._is_done.wait(seconds if seconds > 0 else None):
@@ -184,6 +188,8 @@ class Queue:
         """What who helps has to do now and then."""
         self._waiting: deque[tuple[ShmWork, Operation]] = deque()
         self._busy = False
+        self._busy_thread: int | None = None
+        """Who is at an operation."""
         self._closed = False
         self._lock = threading.Lock()
         self._change = threading.Condition(self._lock)
@@ -195,10 +201,11 @@ class Queue:
 
         What it returns is done, and says nothing of the outputs: the caller has them.
         """
+        self.require_another_thread(name)
         with self._lock:
             alone = not self._busy and not self._waiting
             if alone:
-                self._busy = True
+                self._busy, self._busy_thread = True, threading.get_ident()
         if not alone:
             work = self.submit(name, operation, outputs)
             work.wait()
@@ -224,19 +231,27 @@ class Queue:
                 if self._busy or not self._waiting:
                     return
                 first, operation = self._waiting.popleft()
-                self._busy = True
+                self._busy, self._busy_thread = True, threading.get_ident()
                 self._between = between
             error: BaseException | None = None
             try:
                 operation(True)
             except BaseException as raised:
                 error = self._fail(raised)
-                if not isinstance(raised, Exception):
-                    raise  # As in `run`.
+                if error is not raised:
+                    raise  # The caller's own: an interrupt, or what a handler of a signal has raised.
             finally:
                 self._between = None
                 self._make_way()
                 first.finish(error)
+
+    def require_another_thread(self, name: str) -> None:
+        """Raise UsageError if this thread is at an operation: it would wait for itself."""
+        if self._busy_thread == threading.get_ident():
+            raise UsageError(
+                f"{name}: called by code that has interrupted another operation of the same group, such as a signal "
+                "handler, and that would wait for ever. Let the handler set a flag, and look at it between steps."
+            )
 
     def between(self) -> None:
         """Called by an operation that waits for others, now and then, in the thread that carries it out."""
@@ -245,7 +260,7 @@ class Queue:
 
     def _make_way(self) -> None:
         with self._lock:
-            self._busy = False
+            self._busy, self._busy_thread = False, None
             if not all(work.sleeps for work, _ in self._waiting):
                 self._wake()
 
@@ -288,13 +303,13 @@ class Queue:
                         return
                     self._change.wait()
                 work, operation = self._waiting.popleft()
-                self._busy = True
+                self._busy, self._busy_thread = True, threading.get_ident()
             error: BaseException | None = None
             try:
                 operation(False)
             except BaseException as raised:
                 error = self._fail(raised)
             with self._change:
-                self._busy = False
+                self._busy, self._busy_thread = False, None
             work.finish(error)
             del work, operation
