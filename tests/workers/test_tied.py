@@ -189,11 +189,10 @@ def test_a_table_that_is_used_otherwise_too(started_pool, way):
 
 
 def freeze_between(world, least_bytes):
-    """Passes to the input alone: the weight is frozen between forward and backward, so that nothing of it arrives."""
+    """All is frozen between a forward pass and its backward pass, so that nothing of it arrives."""
     before, lending.LEAST_BYTES = lending.LEAST_BYTES, least_bytes
     torch.manual_seed(1)
     net = Net("plain")
-    net.extra = nn.Parameter(torch.zeros(()))
     model = lockstep.DataParallel(net)
     lending.LEAST_BYTES = before
     generator = torch.Generator().manual_seed(world.rank)
@@ -212,9 +211,8 @@ def freeze_between(world, least_bytes):
 def test_a_weight_that_is_frozen_between_forward_and_backward(started_pool):
     rows = started_pool.run(2, freeze_between, 1 << 10)[0]
     whole = started_pool.run(2, freeze_between, NEVER)[0]
-    assert [grad is None for grad in rows] == [step == CHANGES_AT for step in range(STEPS)]
     for one, other in zip(rows, whole, strict=True):
-        assert one is other is None or torch.equal(one, other)
+        assert (one is None and other is None) or torch.equal(one, other)
 
 
 def leave(world):
