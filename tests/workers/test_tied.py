@@ -3,11 +3,11 @@
 import contextlib
 import copy
 import gc
-import hashlib
 import pickle
 
 import pytest
 import torch
+from test_lending import NEVER, digest, fail
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +16,6 @@ from lockstep.replica import lending
 from lockstep.replica.bucket import Bucket
 
 STEPS, CHANGES_AT = 5, 3
-NEVER = 1 << 40
 VOCAB, WIDTH = 512, 64
 
 ADDED = [
@@ -154,14 +153,6 @@ def fail_once(world, model, tokens):
             model._reducer._abandon_broken_pass()
 
 
-def fail(grad):
-    raise ArithmeticError("no gradient here")
-
-
-def digest(weights):
-    return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).hexdigest()
-
-
 @pytest.mark.parametrize("way", [*ADDED, *WHOLE])
 def test_rows_that_are_added_to_the_layers_gradient_give_the_same_bits(started_pool, way):
     for workers in (3,) if way == "three_workers" else (2, 4):
@@ -189,7 +180,7 @@ def test_a_table_that_is_used_otherwise_too(started_pool, way):
 
 
 def freeze_between(world, least_bytes):
-    """All is frozen between a forward pass and its backward pass, so that nothing of it arrives."""
+    """All is frozen between a forward pass and its backward pass: torch tells of gradients, and there are none."""
     before, lending.LEAST_BYTES = lending.LEAST_BYTES, least_bytes
     torch.manual_seed(1)
     net = Net("plain")

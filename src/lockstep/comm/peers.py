@@ -3,8 +3,9 @@
 A wait is cut into slices of a second. Between slices a worker looks whether its peers are there: those of its own
 host by process id (a killed process is seen at once, whatever the backend makes of it), those of other hosts by
 what they left in the store. A wait therefore ends in one of three ways: the result; `WorkerLost` naming who died
-or left; `WorkerLost` at the deadline, naming who did not answer. Nothing here runs on the path of a step that
-takes less than a second.
+or left; `WorkerLost` at the deadline, naming who did not answer. Nothing of this runs on the path of a step that
+takes less than a second. Over shared memory the waiting thread may carry the operation out itself: then the operation
+calls back between the slices of its own waits, and the same is looked at, once a second.
 
 What the store holds, one writer per key: `left/R` is written by worker R when it leaves; `call` is set by anybody
 whose connection broke or whose deadline has passed; `here/R` is worker R's answer to the call, given between two
@@ -176,7 +177,7 @@ class Peers:
             self._look(doing, deadline)
 
     def _help(self, help_out: Callable[[Callable[[], None]], None], doing: Doing, deadline: float) -> None:
-        """Carry `work` out in this thread, which has nothing else to do: over shared memory, if nobody else has begun.
+        """Have it carried out in this thread, which has nothing else to do, if nobody else has begun.
 
         What is done between the slices of a wait is done all the same, and an error of that is raised as it is.
         """

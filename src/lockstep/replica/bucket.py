@@ -124,8 +124,6 @@ class Bucket:
     def withdraw(self) -> None:
         """Nothing comes of the pass: no parameter has a gradient of it."""
         self._silent.take_back()
-        self._lent.clear()
-        self._rows.clear()
         for slot in self.mixed:
             self.params[slot].grad = None
 
