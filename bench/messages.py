@@ -1,12 +1,15 @@
-"""What torch DDP's messages take by themselves over gloo and over shm: its buckets of one step, nothing computed.
+"""What torch DDP's messages take by themselves over gloo and over shm, and what DDP gains by the change of backend.
 
     python bench/messages.py                                            gpt-10m, gpt-40m and gpt-40m-small, 2 workers
     python bench/messages.py --workload gpt-10m --rounds 60
 
-The buckets are DDP's own, as it lays them out after its first step, in memory of its own: over shm they are staged. All
-of a step are started, then waited for. In every round both backends take their turn, in an order that is shuffled anew.
-What DDP gains by the change of backend (`lockstep bench step --variants ddp/gloo ddp/shm`) is to be compared with what
-is printed as saved.
+One model in one DDP, whose communication hook is torch's own `allreduce_hook`, over a backend that changes from step to
+step, or over none: so all steps use the same weights, buckets and heap, and differ in the backend alone. By themselves
+the messages are those of one step, in DDP's own buckets: all are started, then waited for. In every round each of the
+five takes its turn, in an order that is shuffled anew. The memory is DDP's, so over shm it is staged.
+
+Printed last: what is saved by the messages alone, what DDP gains, and the second less the first, within rounds, with
+the interval that a bootstrap gives (95 %).
 """
 
 import argparse
@@ -14,42 +17,92 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 from lockstep.bench import catalogue, interleave, machine, workloads
+from lockstep.bench.variant import adamw
 from lockstep.comm.backend import new_group
+
+BACKENDS = ("gloo", "shm")
+
+
+class Switched:
+    """A DDP that communicates over a group that can be changed between steps, or not at all."""
+
+    def __init__(self, workload: str, world: lockstep.World) -> None:
+        self._model = DistributedDataParallel(workloads.build(workload), gradient_as_bucket_view=True)
+        self._optimizer = adamw(self._model)
+        self._batches = workloads.batches(workload, catalogue.WORKLOADS[workload].batch, world.rank, world.device)
+        self._group: dist.ProcessGroup | None = None
+        self._model.register_comm_hook(None, self._send)
+
+    def _send(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._group is not None:
+            return allreduce_hook(self._group, bucket)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def step(self, group: dist.ProcessGroup | None, number: int) -> None:
+        """One step over `group`, or over nothing."""
+        self._group = group
+        self._model(*self._batches[number % len(self._batches)]).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def buckets(self) -> list[torch.Tensor]:
+        """What is sent in a step, in DDP's own memory."""
+        return [bucket.buffer() for bucket in self._model.reducer._get_zeros_like_grad_buckets()]
 
 
 def measure(workload: str, rounds: int) -> dict[str, Any]:
-    """What one worker does; milliseconds by backend, as 10 %, 50 % and 90 % quantiles, the same on all workers."""
+    """What one worker does; milliseconds by action and round, the same on all workers."""
     torch.set_num_threads(1)
     world = lockstep.join(device="cpu", backend="shm")
     assert world.group is not None
     groups = {"gloo": new_group(world.group, "gloo"), "shm": world.group}
-    buckets = _buckets(workload, world)
+    ddp = Switched(workload, world)
+    for number in range(2):  # DDP lays its buckets out anew after the first.
+        ddp.step(world.group, number)
+    buckets = ddp.buckets()
 
-    def send(backend: str) -> interleave.Action:
-        def act(_: int) -> None:
-            works = [dist.all_reduce(bucket, group=groups[backend], async_op=True) for bucket in buckets]
-            for work in works:
-                work.wait()
+    def send(group: dist.ProcessGroup) -> None:
+        for work in [dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets]:
+            work.wait()
 
-        return act
-
-    measured = interleave.measure(world, {name: send(name) for name in groups}, rounds=rounds, warmup=3)
-    return {name: interleave.spread(1e3 * seconds) for name, seconds in measured.times.items()} | {
+    actions: dict[str, interleave.Action] = {"step over none": lambda number: ddp.step(None, number)}
+    for name, group in groups.items():
+        actions[f"step over {name}"] = lambda number, group=group: ddp.step(group, number)
+        actions[name] = lambda number, group=group: send(group)
+    measured = interleave.measure(world, actions, rounds=rounds, warmup=3)
+    return {
+        "times": {name: (1e3 * seconds).tolist() for name, seconds in measured.times.items()},
+        "rounds": str(measured),
         "megabytes": [bucket.nbytes / 1e6 for bucket in buckets],
         "machine": machine.describe(world),
     }
 
 
-def _buckets(workload: str, world: lockstep.World) -> list[torch.Tensor]:
-    model = DistributedDataParallel(workloads.build(workload), gradient_as_bucket_view=True)
-    for batch in workloads.batches(workload, catalogue.WORKLOADS[workload].batch, world.rank, world.device)[:2]:
-        model(*batch).backward()
-        model.zero_grad()
-    return [bucket.buffer() for bucket in model.reducer._get_zeros_like_grad_buckets()]
+def report(workload: str, found: dict[str, Any]) -> None:
+    """Print what was found."""
+    times = interleave.as_times(found["times"])
+
+    def show(what: str, quantity: Any, *names: str) -> None:
+        got = interleave.compare(times, quantity, *names)
+        print(f"  {what:38} {got.median:8.2f} ms ({got.low:.2f} to {got.high:.2f})")
+
+    print(", ".join(f"{name}: {value}" for name, value in found["machine"].items()))
+    print(f"{workload}: buckets of {', '.join(f'{size:.1f}' for size in found['megabytes'])} MB; {found['rounds']}")
+    for backend in BACKENDS:
+        show(f"{backend}, messages alone", lambda alone: alone, backend)
+        show(f"{backend}, a step of DDP's", lambda step: step, f"step over {backend}")
+        show("  more than over none", lambda step, none: step - none, f"step over {backend}", "step over none")
+    show("saved by the messages", lambda slow, fast: slow - fast, *BACKENDS)
+    steps = [f"step over {backend}" for backend in BACKENDS]
+    show("gained by DDP", lambda slow, fast: slow - fast, *steps)
+    show("gained less saved", lambda a, b, c, d: (a - b) - (c - d), *steps, *BACKENDS)
 
 
 def main() -> None:
@@ -60,13 +113,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
     for workload in options.workload:
-        found = lockstep.launch(measure, workers=2, args=(workload, options.rounds))[0]
-        print(", ".join(f"{name}: {value}" for name, value in found["machine"].items()))
-        print(f"{workload}: buckets of {', '.join(f'{size:.1f}' for size in found['megabytes'])} MB")
-        for backend in ("gloo", "shm"):
-            low, median, high = found[backend]
-            print(f"  {backend:5} {median:7.2f} ms ({low:.2f}-{high:.2f})")
-        print(f"  saved {found['gloo'][1] - found['shm'][1]:7.2f} ms", flush=True)
+        report(workload, lockstep.launch(measure, workers=2, args=(workload, options.rounds))[0])
 
 
 if __name__ == "__main__":

@@ -7,34 +7,13 @@ import threading
 import time
 
 import pytest
+from queue_log import Log, make_queue
 
-from lockstep.comm.shm.work import Queue, waited_for
+from lockstep.comm.shm.queue import Queue
+from lockstep.comm.shm.work import waited_for
 from lockstep.errors import LockstepError, UsageError
 
 NUM_OPERATIONS = 150
-
-
-class Log:
-    """What was carried out, in which order, by which threads; complains if two are at it at once."""
-
-    def __init__(self):
-        self.done, self.threads = [], set()
-        self.is_busy = False
-
-    def operation(self, number, seconds=0.0):
-        def operate(spin):
-            assert not self.is_busy, "two at once"
-            self.is_busy = True
-            time.sleep(seconds)
-            self.done.append(number)
-            self.threads.add(threading.current_thread().name)
-            self.is_busy = False
-
-        return operate
-
-
-def make_queue(**options):
-    return Queue("lockstep-test", lambda error: error, can_be_helped=True, **options)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -214,3 +193,39 @@ def test_who_helps_does_what_it_has_to_now_and_then():
     work.help(lambda: calls.append(1))
     queue.between()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_who_is_called_at_the_end_may_start_another_and_wait_for_it(number):
+    queue, log = make_queue(), Log()
+    works = [queue.submit("submit", log.operation(index, seconds=0.02), []) for index in range(number)]
+
+    def go_on(future):
+        queue.submit("submit", log.operation("more"), []).get_future().wait()
+
+    ends = [work.get_future().then(go_on) for work in works]
+    for end in ends:
+        end.wait()
+    assert log.done.count("more") == number
+    assert [index for index in log.done if index != "more"] == list(range(number))
+    queue.close()
+
+
+def test_who_is_called_at_the_end_may_wait_for_the_next():
+    queue, log = make_queue(), Log()
+    first, second = (queue.submit("submit", log.operation(number, seconds=0.05), []) for number in range(2))
+    awaited = second.get_future()
+    first.get_future().then(lambda _: awaited.wait()).wait()
+    assert log.done == [0, 1]
+    queue.close()
+
+
+def test_threads_do_not_pile_up():
+    queue, log = make_queue(), Log()
+    for number in range(40):
+        work = queue.submit("submit", log.operation(number), [])
+        work.get_future().then(lambda _: queue.submit("submit", log.operation("more"), []).wait()).wait()
+    time.sleep(0.1)
+    assert sum(thread.name == "lockstep-test" for thread in threading.enumerate()) <= 3
+    queue.close()
+    assert log.done == [value for number in range(40) for value in (number, "more")]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.comm.shm.work import Queue
+from lockstep.comm.shm.queue import Queue
 
 
 class Carrier(Protocol):

@@ -20,10 +20,11 @@ from lockstep.comm.shm.mail import RING_BYTES, Mail
 from lockstep.comm.shm.meeting import meet, watch_peers
 from lockstep.comm.shm.moves import Moves
 from lockstep.comm.shm.places import Places
+from lockstep.comm.shm.queue import Queue
 from lockstep.comm.shm.reduction import RedOpType, Reduction
 from lockstep.comm.shm.reductions import Reductions
 from lockstep.comm.shm.window import HALF_BYTES, Window
-from lockstep.comm.shm.work import Queue, ShmWork, await_all
+from lockstep.comm.shm.work import ShmWork, await_all
 from lockstep.errors import UsageError, WorkerLost
 
 NAME = "shm"
@@ -56,7 +57,8 @@ class GroupBase(TorchGroup):  # type: ignore[misc]  # Any, see above
         self._reducing = Reductions(self._board, window, self._places)
         self._moving = Moves(self._board, window, self._places)
         self._mail = Mail(self._board, control, rings_at)
-        self._queue = Queue("lockstep-shm", self._board.fail, can_be_helped=True)
+        is_full = len(os.sched_getaffinity(0)) <= size
+        self._queue = Queue("lockstep-shm", self._board.fail, can_be_helped=True, leaves=is_full)
         self._board.between = self._queue.between
         self._reductions: dict[tuple[int, torch.dtype], Reduction] = {}
         self._coalescing: list[ShmWork] | None = None

@@ -10,8 +10,9 @@ workers posted, so all choose alike:
 - **staged**, otherwise: through the window, chunk by chunk. Everybody leaves what others reduce, reduces its own part
   of the chunk and leaves the result, and takes the others' results: two meetings a chunk. While some still read one
   half of the window, the others fill the other one.
-- **at once**, where it fits into one chunk: everybody leaves its bytes in the window, one meeting, everybody
-  reduces all contributions by itself, in the same order, and so to the same bits.
+- **at once**, where it fits into one chunk, and for two workers always: everybody leaves its bytes in the window, one
+  meeting a chunk, everybody reduces all contributions by itself, in the same order, and so to the same bits. Two
+  workers move as many bytes in this way as staged, but for half of M more that are read.
 
 All tensors here are flat and contiguous.
 """
@@ -32,6 +33,8 @@ ANYWAY_BYTES = 16 << 10
 AT_ONCE_BYTES = 256 << 10
 """Up to here everybody takes everything from the window by itself, if there are few workers."""
 FEW = 4
+PAIR_BYTES = 1 << 20
+"""A chunk of two workers: what each has just left and read is still in its cache when it is added."""
 
 NOTHING = pack_post()
 
@@ -58,9 +61,10 @@ class Reductions:
             self._board.agree(call, NOTHING, spin=spin)
             reduce(self._window.slots(1 - self._board.half, 0, numel, dtype), flat)
             return
-        fits = num_bytes <= self._at_once_bytes
-        chunks = (flat,) if fits else flat.split(self._window.lane_bytes(1) // flat.itemsize)
-        leave = self._leave_whole if fits else self._leave_for_owners
+        is_at_once = self._size == 2 or num_bytes <= self._at_once_bytes
+        most = PAIR_BYTES if is_at_once else self._window.lane_bytes(1)
+        chunks = flat.split(most // flat.itemsize)
+        leave = self._leave_whole if is_at_once else self._leave_for_owners
         location = self._places.locate(flat)
         if location == UNSHARED:
             leave(chunks[0])
@@ -72,8 +76,8 @@ class Reductions:
         if locations.count(UNSHARED) < self._size:  # Some did not leave theirs, not knowing that they had to.
             leave(chunks[0])
             self._board.meet(call, spin=spin)
-        if fits:
-            reduce(self._window.slots(1 - self._board.half, 0, numel, dtype), flat)
+        if is_at_once:
+            self._reduce_at_once(chunks, reduce, call, spin)
         else:
             self._reduce_staged(chunks, reduce, call, spin)
 
@@ -131,6 +135,16 @@ class Reductions:
         for rank, (begin, end) in enumerate(self._cuts(chunk.numel(), chunk.itemsize)):
             if rank != self._rank and end > begin:
                 self._slot(half, begin, end, chunk.dtype, self._rank).copy_(chunk[begin:end])
+
+    def _reduce_at_once(self, chunks: Sequence[Tensor], reduce: Reduction, call: bytes, spin: bool) -> None:
+        """One meeting a chunk. The first one has been left, and met for."""
+        for number, chunk in enumerate(chunks):
+            if number:
+                self._leave_whole(chunk)
+                self._board.meet(call, spin=spin)
+            slots = self._window.slots(1 - self._board.half, 0, chunk.numel(), chunk.dtype)
+            sources = [*slots[: self._rank], chunk, *slots[self._rank + 1 :]]
+            reduce(sources, chunk, out_is=self._rank)
 
     def _reduce_staged(self, chunks: Sequence[Tensor], reduce: Reduction, call: bytes, spin: bool) -> None:
         """Two meetings a chunk: everybody reduces its part of it, then everybody gathers the parts.

@@ -1,0 +1,307 @@
+"""The queue in which the operations of a group wait for their turn.
+
+One operation at a time is carried out, in the order in which they were given, by one of four:
+
+    a thread of the queue's        what was submitted
+    who calls `run`                its own operation, if nothing is before it
+    who calls `help`               what it waits for, and all that is before it, if nobody is at any of it
+    a backward pass, at its end    what was started in it, where that is left for the end
+
+`_busy` says that somebody is at one; it changes under the lock, and whoever has set it takes it back, wakes a thread
+if there is more to see to, and only then marks the work as done. So an operation is taken once, and in its turn.
+
+**Asleep.** Between two threads an operation costs two switches, more than a small message. So whoever will wait at once
+says so by `waited_for`, and the threads are left asleep: the operation is carried out where it is waited for. Nothing
+is lost by that: any other look at the work (`wait`, `is_completed`, `get_future`) wakes a thread first, as does the
+next operation that is submitted without the word.
+
+**Left for the end of the pass.** Where workers of one thread each take all cores, an operation that is carried out
+beside a backward pass only takes turns with it, and leaves its caches cold. There, what is started inside a pass (by
+torch's DDP, for one) sleeps until the pass ends. The pass's own thread then carries it out, before DDP's finalizer,
+which was queued later. Here a future may be asked for without waking anybody, since DDP does so at once, and waits for
+it in that finalizer. Somebody else may wait for a future inside the pass, which cannot be seen from here: so after
+PATIENCE_S a thread carries out what is there, and from then on nothing is left for the end. A pass that takes longer
+has the same effect; one that fails never ends, and leaves its operations to whatever comes next.
+
+**What is called at the end of a work** (`Future.then`) runs in the thread that has carried it out, and may start
+another operation and wait for it, as torch's PowerSGD does. So before a thread calls such, it wakes another one if
+operations wait; one that is started meanwhile finds a thread asleep, or gets a new one. At the end of a pass all is
+carried out before the first of these is called: what they start follows in the same order on all workers.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.shm.work import ShmWork, settles, will_wait
+from lockstep.errors import UsageError
+
+PATIENCE_S = 2.0
+"""How long something may be left for the end of a pass,"""
+TICK_S = 0.5
+"""and how often somebody looks."""
+SPARE = 2
+"""How many threads stay when there is nothing to do."""
+
+Operation = Callable[[bool], None]
+"""Carries out an operation; its argument says whether a caller waits for it right now."""
+
+
+class Queue:
+    """Carries out operations one at a time, in the order in which they were given."""
+
+    def __init__(
+        self,
+        name: str,
+        fail: Callable[[BaseException], BaseException],
+        *,
+        can_be_helped: bool = False,
+        leaves: bool = False,
+    ) -> None:
+        """can_be_helped: operations call `between` while they wait for others.
+
+        leaves: workers of one thread each take all cores, so what is started in a backward pass is left for its end;
+        only where the queue can be helped.
+        """
+        self._name = name
+        self._fail = fail
+        """Turns what an operation raised into what its caller gets."""
+        self._can_be_helped = can_be_helped
+        self._leaves = leaves and can_be_helped
+        self._left_in = -1
+        """The backward pass in which something was left last,"""
+        self._left_at: float | None = None
+        """and since when; None while nothing is."""
+        self._between: Callable[[], None] | None = None
+        """What who helps has to do now and then."""
+        self._waiting: deque[tuple[ShmWork, Operation]] = deque()
+        self._busy = False
+        self._busy_thread: int | None = None
+        """Who is at an operation."""
+        self._closed = False
+        self._lock = threading.Lock()
+        self._change = threading.Condition(self._lock)
+        self._done = ShmWork(name, [], done=True)
+        self._threads: list[threading.Thread] = []
+        self._num_idle = 0
+        """How many of the threads wait for something to do."""
+
+    def run(self, name: str, operation: Operation, outputs: "list[Tensor]") -> ShmWork:
+        """Carry `operation` out now, in this thread if nothing is before it; return when it is done.
+
+        What it returns is done, and says nothing of the outputs: the caller has them.
+        """
+        self.require_another_thread(name)
+        with self._lock:
+            alone = not self._busy and not self._waiting
+            if alone:
+                self._begin()
+        if not alone:
+            work = self.submit(name, operation, outputs)
+            work.wait()
+            return work
+        try:
+            operation(True)
+        except Exception as error:
+            failure = self._fail(error)
+            if failure is error:
+                raise
+            raise failure from error
+        except BaseException as error:
+            self._fail(error)  # An interrupt in mid-operation leaves the group broken, and is the caller's own.
+            raise
+        finally:
+            self._make_way()
+        return self._done
+
+    def help(self, work: ShmWork, between: Callable[[], None]) -> None:
+        """Carry out, in this thread, what is before `work` and `work` itself, if nobody is at any of it."""
+        while self._can_be_helped and not work.is_over:
+            taken = self._take(between)
+            if taken is None:
+                return
+            first, operation = taken
+            error, own = self._carry_out(operation)
+            first.finish(error)
+            if own is not None:
+                raise own
+
+    def _take(self, between: Callable[[], None], *, what_is_left: bool = False) -> tuple[ShmWork, Operation] | None:
+        """The next operation, for a thread that helps; None if there is none, or somebody is at one.
+
+        what_is_left: only if it, or one behind it, was left for the end of a pass.
+        """
+        with self._lock:
+            if self._busy or not self._waiting:
+                return None
+            if what_is_left and not any(work.is_left for work, _ in self._waiting):
+                return None
+            self._begin()
+            self._between = between
+            return self._waiting.popleft()
+
+    def _carry_out(self, operation: Operation) -> tuple[BaseException | None, BaseException | None]:
+        """Carry out what was taken; returns the error for its caller, and what is to be raised in this thread.
+
+        The latter is an interrupt, or what a handler of a signal has raised.
+        """
+        try:
+            operation(True)
+        except BaseException as raised:
+            error = self._fail(raised)
+            return error, (None if error is raised else raised)
+        finally:
+            self._between = None
+            self._make_way()
+        return None, None
+
+    def require_another_thread(self, name: str) -> None:
+        """Raise UsageError if this thread is at an operation: it would wait for itself."""
+        if self._busy_thread == threading.get_ident():
+            raise UsageError(
+                f"{name}: called by code that has interrupted another operation of the same group, such as a signal "
+                "handler, and that would wait for ever. Let the handler set a flag, and look at it between steps."
+            )
+
+    def between(self) -> None:
+        """Called by an operation that waits for others, now and then, in the thread that carries it out."""
+        if self._between is not None:
+            self._between()
+
+    def submit(self, name: str, operation: Operation, outputs: object) -> ShmWork:
+        """Have `operation` carried out by a thread of the queue's, or where it is waited for; return at once."""
+        work = ShmWork(name, outputs)
+        is_awaited = self._can_be_helped and will_wait()
+        is_left = not is_awaited and self._is_for_the_end()
+        work.wait_in(self, sleeps=is_awaited or is_left, is_left=is_left)
+        with self._lock:
+            self._waiting.append((work, operation))
+            if not work.sleeps:
+                self._wake()
+        return work
+
+    # The end of a backward pass
+
+    def _is_for_the_end(self) -> bool:
+        """Whether what this thread starts now is left for the end of the pass that it is in."""
+        if not self._leaves or settles() or torch.get_num_threads() > 1:
+            return False
+        if torch._C._current_autograd_node() is None:  # No pass, or at its end already.
+            return False
+        number = torch._C._current_graph_task_id()
+        with self._lock:
+            is_first = self._left_in != number
+            if is_first:
+                self._left_in, self._left_at = number, time.monotonic()
+                if not self._num_idle and not self._busy:
+                    self._start_thread()  # It has an eye on the time.
+        if is_first:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        return True
+
+    def _end_pass(self) -> None:
+        """Carry out what was left, then call those who wait for it; a thread's if somebody has woken it."""
+        with self._lock:
+            self._left_in, self._left_at = -1, None
+        ended: list[tuple[ShmWork, BaseException | None]] = []
+        own: BaseException | None = None
+        while own is None and (taken := self._take(_nothing, what_is_left=True)) is not None:
+            error, own = self._carry_out(taken[1])
+            ended.append((taken[0], error))
+        self._wake_left()
+        for work, error in ended:
+            work.finish(error)
+        if own is not None:
+            raise own
+
+    def _wake_left(self) -> None:
+        """Have what is still left carried out by a thread, as somebody is at what is before it."""
+        with self._lock:
+            for work, _ in self._waiting:
+                work.sleeps = work.sleeps and not work.is_left
+            if not self._is_all_asleep():
+                self._wake()
+
+    # The queue's threads
+
+    def _begin(self) -> None:
+        self._busy, self._busy_thread = True, threading.get_ident()
+
+    def _make_way(self) -> None:
+        with self._lock:
+            self._busy, self._busy_thread = False, None
+            if not self._is_all_asleep():
+                self._wake()
+
+    def _is_all_asleep(self) -> bool:
+        """Whether no thread need see to what is waiting."""
+        return all(work.sleeps for work, _ in self._waiting)
+
+    def wake(self) -> None:
+        """Let a thread see what is waiting."""
+        with self._lock:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._num_idle:
+            self._change.notify()
+        elif not self._busy or not self._threads:  # Who is busy wakes somebody when it is done.
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=self._serve, name=self._name, daemon=True))
+        self._threads[-1].start()
+
+    def close(self) -> None:
+        """Let the threads end once there is nothing left to do, and wait a moment for them."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+            threads = tuple(self._threads)
+        give_up = time.monotonic() + 2
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=max(0.0, give_up - time.monotonic()))
+
+    def _serve(self) -> None:
+        while True:
+            with self._change:
+                while self._busy or not self._waiting or (self._is_all_asleep() and not self._closed):
+                    if (self._closed and not self._waiting) or self._num_idle >= SPARE:
+                        return
+                    self._num_idle += 1
+                    self._change.wait(TICK_S if self._leaves else None)
+                    self._num_idle -= 1
+                    self._look_at_the_time()
+                work, operation = self._waiting.popleft()
+                self._begin()
+            error: BaseException | None = None
+            try:
+                operation(False)
+            except BaseException as raised:
+                error = self._fail(raised)
+            with self._lock:
+                self._busy, self._busy_thread = False, None
+            future = work.conclude(error)
+            if future is not None:
+                with self._lock:
+                    if not self._is_all_asleep():
+                        self._wake()  # Who is called at the end of this one may wait for the next.
+                work.settle(future)
+            del work, operation, future
+
+    def _look_at_the_time(self) -> None:
+        if self._left_at is None or time.monotonic() - self._left_at < PATIENCE_S:
+            return
+        self._leaves, self._left_at = False, None
+        for work, _ in self._waiting:
+            work.sleeps = work.sleeps and not work.is_left
+
+
+def _nothing() -> None:
+    pass
