@@ -117,11 +117,24 @@ def pick_op(context):
 
 def all_reduce(context):
     op, mine = pick_op(context), context.mine()
+
+    def start():
+        return dist.all_reduce(mine, op, group=context.group, async_op=context.own.random() < 0.6)
+
     with waited_for() if context.own.random() < 0.5 else contextlib.nullcontext():
-        work = dist.all_reduce(mine, op, group=context.group, async_op=context.own.random() < 0.6)
+        work = in_a_pass(start) if context.own.random() < 0.4 else start()
     if work is not None:
         await_somehow(work, context.own.choice(("wait", "help", "look", "future")))
     check(mine, reference(context.parts, op), f"all_reduce {op} {context.dtype} {context.numel}")
+
+
+def in_a_pass(start):
+    """What `start` gives, called inside a backward pass."""
+    found = []
+    value = torch.ones(1, requires_grad=True) * 2
+    value.register_hook(lambda _: found.append(start()))
+    value.backward()
+    return found[0]
 
 
 def await_somehow(work, way):
