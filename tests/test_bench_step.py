@@ -43,6 +43,7 @@ def _clean_environment(monkeypatch, tmp_path):
         (["step", "--steps", "0"], "0 steps measure nothing"),
         (["step", "--warmup", "-1"], "--warmup -1"),
         (["step", "--batch", "0"], "--batch 0"),
+        (["step", "--crews", "0"], "--crews 0 must be 1 or more"),
         (["step", "--json", "nowhere/a.json"], "'nowhere/a.json' cannot be written: give --json a file"),
         (["step", "--plot", "nowhere/a.svg"], "'nowhere/a.svg' cannot be written: give --plot a file"),
         (["gpu", "--workload", "gpt-10m"], NO_CUDA),
@@ -152,6 +153,18 @@ def found(seconds, *, failed=(), loss=None, heats=None, steps=2):
 
 
 SECONDS = {"nocomm": [0.1, 0.2], "lockstep": [0.1, 0.2], "ddp/gloo": [0.2, 0.4], "fsdp2": [2.0, 4.0]}
+
+
+def test_what_several_crews_found_counts_together():
+    entry = Entry(2_000_000, 1_000_000, 1.0)
+    crews = [
+        Heat({"workers": 2}, "2 of 2", 1500, {"nocomm": [1.0, 2.0], "ddp": [3.0, 4.0]}, {"nocomm": entry}, {}),
+        Heat({"workers": 2}, "1 of 2", 1500, {"nocomm": [5.0]}, {"nocomm": entry}, {"ddp": "it died"}),
+    ]
+    both = results.joined(crews)
+    assert both.seconds == {"nocomm": [1.0, 2.0, 5.0]}
+    assert (both.failed, both.rounds) == ({"ddp": "it died"}, "2 of 2\n1 of 2")
+    assert results.joined(crews[:1]) == crews[0]
 
 
 def test_the_table():

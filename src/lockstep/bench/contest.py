@@ -39,6 +39,8 @@ class Contest:
     """Timed steps of each variant."""
     warmup: int
     """Steps before those."""
+    crews: int = 1
+    """How often all workers are started anew, for as many steps each time."""
 
     @property
     def has_own_workers(self) -> bool:
@@ -64,6 +66,7 @@ def checked(
     steps: int,
     warmup: int,
     batch: int | None,
+    crews: int = 1,
 ) -> list[Contest]:
     """A contest for each workload; raises UsageError if one cannot be held.
 
@@ -76,6 +79,8 @@ def checked(
         raise UsageError(f"{steps} steps measure nothing: give --steps 1 or more.")
     if warmup < 0 or (batch is not None and batch < 1):
         raise UsageError(f"--warmup {warmup} and --batch {batch} must be 0, and 1, or more.")
+    if crews < 1:
+        raise UsageError(f"--crews {crews} must be 1 or more: how often the workers are started.")
     names = tuple(dict.fromkeys(variants or (catalogue.ON_GPU if device == "cuda" else catalogue.ON_CPU)))
     for name in names:
         if catalogue.spelled(name).backend and device == "cuda":
@@ -83,7 +88,7 @@ def checked(
                 f"variant {name!r}: on GPUs there is one backend, nccl. Leave out what is behind the slash."
             )
     return [
-        Contest(name, names, size, device, batch or WORKLOADS[name].batch, steps, warmup)
+        Contest(name, names, size, device, batch or WORKLOADS[name].batch, steps, warmup, crews)
         for name in _checked_workloads(device, workloads)
     ]
 

@@ -31,7 +31,7 @@ class Heat:
     machine: Mapping[str, str | int]
     """What it ran on."""
     rounds: str
-    """How many rounds count, and how busy the machine was with other things."""
+    """How many rounds count, and how busy the machine was with other things; a line for each crew."""
     num_params: int
     seconds: Mapping[str, Sequence[float]]
     """By variant: the time of a step, until the last worker was done, in the rounds that count."""
@@ -84,6 +84,16 @@ def collect(contest: Contest, date: str, missing: Mapping[str, str], heats: Sequ
     rows = tuple(_row(name, _bases(measured, heats), heats) for name in measured)
     ordered = {name: not_run[name] for name in contest.variants if name in not_run and name not in measured}
     return Results(contest, date, catalogue.versions(), _bases(measured, heats), rows, ordered, tuple(heats))
+
+
+def joined(heats: Sequence[Heat]) -> Heat:
+    """What was found by several crews in turn, as one; a variant that failed in one of them counts in none."""
+    first = heats[0]
+    failed = {name: reason for heat in heats for name, reason in heat.failed.items()}
+    names = [name for name in first.seconds if all(name in heat.seconds for heat in heats)]
+    seconds = {name: [time for heat in heats for time in heat.seconds[name]] for name in names}
+    rounds = "\n".join(heat.rounds for heat in heats)
+    return dataclasses.replace(first, rounds=rounds, seconds=seconds, failed=failed)
 
 
 def as_json(results: Sequence[Results]) -> str:

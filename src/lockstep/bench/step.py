@@ -9,6 +9,9 @@ step, which is up to half of a step's time; and after another's step caches are 
 While one takes its turn, all others wait. On GPUs all variants live in the same workers: torch keeps a GPU's memory for
 itself, and each process would keep its own.
 
+How fast a process is depends on the memory that it happens to get, by a few percent on CPUs: `crews` has all workers
+started anew so many times, and the steps of all count together.
+
 Where memory does not hold all variants, they run in several heats, with the limit and torch's DDP in each.
 
 Phases of a heat: start the workers; try each variant for a few steps, and see what it keeps in memory; drop those that
@@ -43,7 +46,7 @@ def run(asked: Contest, announce: Callable[[str], None] = lambda _: None) -> Res
     for number, group in enumerate(groups, 1):
         which = f" (heat {number} of {len(groups)})" if len(groups) > 1 else ""
         announce(f"{asked.workload}{which}: {', '.join(group)}")
-        held.append(_hold(asked, group))
+        held.append(results.joined([_hold(asked, group) for _ in range(asked.crews)]))
     return results.collect(asked, date, missing, held)
 
 

@@ -57,9 +57,10 @@ def _closing(results: Results) -> Iterator[str]:
     yield f"first steps: {'what torch has allocated on the GPU' if gpu else 'its proportional set size'}."
     yield from _losses(results)
     # Where fewer than half were quiet, some of those that count may have been disturbed too.
-    enough = max(ENOUGH_ROUNDS, results.contest.steps / 2)
+    enough = max(ENOUGH_ROUNDS, results.contest.crews * results.contest.steps / 2)
     for number, heat in enumerate(results.heats, 1):
-        yield (f"heat {number}: " if len(results.heats) > 1 else "") + heat.rounds
+        for line in heat.rounds.splitlines():
+            yield (f"heat {number}: " if len(results.heats) > 1 else "") + line
     if any(len(times) < enough for heat in results.heats for times in heat.seconds.values()):
         yield "That is too few quiet rounds to rely on any ratio: give more --steps, or a quieter machine."
     facts = {**(results.heats[0].machine if results.heats else {}), **results.versions, "date": results.date}

@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     from lockstep.bench import contest, request
 
     device = "cuda" if args.benchmark == "gpu" else "cpu"
-    asked = contest.checked(device, args.workers, args.workload, args.variants, args.steps, args.warmup, args.batch)
+    asked = contest.checked(
+        device, args.workers, args.workload, args.variants, args.steps, args.warmup, args.batch, args.crews
+    )
     files = {option: getattr(args, option) for option in ("json", "plot")}
     targets = {option: request.writable(path, f"--{option}") for option, path in files.items() if path is not None}
     from lockstep.bench import plot, results, step, table  # Takes seconds, since torch comes with it.
@@ -120,6 +122,14 @@ def _add_options(parser: argparse.ArgumentParser, workers: str, workload: str, s
     )
     parser.add_argument(
         "--warmup", type=int, default=3, metavar="K", help="steps before those, not timed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--crews",
+        type=int,
+        default=1,
+        metavar="K",
+        help="start all workers anew K times, each for so many steps: how fast a process is differs by a few percent "
+        "(default: %(default)s)",
     )
     parser.add_argument("--batch", type=int, metavar="B", help="samples per worker and step (default: the workload's)")
     parser.add_argument("--json", metavar="FILE", help="write everything there too: all times, the machine, versions")
