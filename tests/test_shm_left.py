@@ -8,6 +8,7 @@ import torch
 from queue_log import Log, make_queue
 
 from lockstep.comm.shm import queue as queue_module
+from lockstep.comm.shm.work import await_all
 from lockstep.errors import LockstepError
 
 ENGINE = torch.autograd.Variable._execution_engine
@@ -157,6 +158,19 @@ def test_who_is_called_at_the_end_follows_after_all_of_the_pass():
     for end in ends:
         end.wait()
     assert log.done == [0, 1, 2, 10, 11, 12]
+    queue.close()
+
+
+def test_an_operation_may_wait_for_those_before_it():
+    """As that does which closes a coalesced call."""
+    queue, log = make_queue(leaves=True), Log()
+
+    def start():
+        works = [queue.submit("submit", log.operation(number), []) for number in range(2)]
+        queue.submit("coalesced", lambda _: (await_all(works), log.done.append("all")), [])
+
+    backward(start)
+    assert log.done == [0, 1, "all"]
     queue.close()
 
 

@@ -207,14 +207,17 @@ class Queue:
         """Carry out what was left, then call those who wait for it; a thread's if somebody has woken it."""
         with self._lock:
             self._left_in, self._left_at = -1, None
-        ended: list[tuple[ShmWork, BaseException | None]] = []
+        futures: list[tuple[ShmWork, torch.futures.Future[object]]] = []
         own: BaseException | None = None
         while own is None and (taken := self._take(_nothing, what_is_left=True)) is not None:
-            error, own = self._carry_out(taken[1])
-            ended.append((taken[0], error))
+            work, operation = taken
+            error, own = self._carry_out(operation)
+            future = work.conclude(error)
+            if future is not None:
+                futures.append((work, future))
         self._wake_left()
-        for work, error in ended:
-            work.finish(error)
+        for work, future in futures:
+            work.settle(future)
         if own is not None:
             raise own
 
