@@ -251,6 +251,32 @@ def messages(world):
     dist.barrier(group=pg)
 
 
+def called(world):
+    """Those who are called at the end of one operation, or message, start the next one and wait for it."""
+    pg = group()
+    first, second = torch.ones(200_000), torch.ones(3)
+    ending = dist.all_reduce(first, group=pg, async_op=True).get_future()
+    ending.then(lambda _: dist.all_reduce(second, group=pg, async_op=True).get_future().wait()).wait()
+    expect(second, torch.full((3,), float(world.size)))
+    ending = dist.all_reduce(first, group=pg, async_op=True).get_future()
+    ending.then(lambda _: dist.all_reduce(second, group=pg)).wait()
+    expect(second, torch.full((3,), float(world.size**2)))
+    if world.rank == 0:
+        dist.barrier(group=pg)  # The receiver waits for what is not there yet.
+        for number in range(2):
+            dist.send(torch.full((3,), float(number)), 1, group=pg)
+    else:
+        ending = dist.irecv(second, 0, group=pg).get_future().then(lambda _: dist.recv(second, 0, group=pg))
+        dist.barrier(group=pg)
+        ending.wait()
+        expect(second, torch.ones(3))
+    dist.barrier(group=pg)
+
+
+def test_who_is_called_may_wait_for_another(pool):
+    pool.run(2, called)
+
+
 @pytest.mark.parametrize("workers", (2, 3))
 def test_messages_find_their_tag_and_never_wait_for_each_other(pool, workers):
     pool.run(workers, messages)

@@ -201,7 +201,7 @@ class Mail:
             moved = True
             if send.sent == send.raw.numel():
                 sends.popleft()
-                send.work.finish()
+                _end(send.work)
         return moved
 
     def _take(self, source: int) -> bool:
@@ -235,7 +235,7 @@ class Mail:
 
     def _deliver(self, message: _Message, source: int) -> None:
         if message.receive is not None:
-            message.receive.work.finish(source=source)
+            _end(message.receive.work, source=source)
         else:
             self._aside[source].append(message)
 
@@ -249,7 +249,7 @@ class Mail:
                     self._receives.remove(receive)
                     self._check_size(receive, source, found.raw.numel())
                     receive.raw.copy_(found.raw)
-                    receive.work.finish(source=source)
+                    _end(receive.work, source=source)
                     moved = True
                     break
         return moved
@@ -261,7 +261,7 @@ class Mail:
                 f"worker {self._board.peers[self._board.rank].rank} receives {receive.raw.numel()}. Give recv a tensor "
                 "of the size and dtype that is sent."
             )
-            receive.work.finish(error)
+            _end(receive.work, error)
             raise error
 
     # The thread
@@ -313,9 +313,16 @@ class Mail:
     def _give_up(self, error: LockstepError) -> None:
         for sends in self._sends:
             for send in sends:
-                send.work.finish(error)
+                _end(send.work, error)
             sends.clear()
         for receive in self._awaited():
-            receive.work.finish(error)
+            _end(receive.work, error)
         self._receives.clear()
         self._arriving = [None] * self._board.size
+
+
+def _end(work: ShmWork, error: LockstepError | None = None, source: int = -1) -> None:
+    """Mark `work` as done. Who wants to be called may wait for another message, so not in this thread."""
+    future = work.conclude(error, source)
+    if future is not None:
+        threading.Thread(target=work.settle, args=(future,), name="lockstep-shm-called", daemon=True).start()
