@@ -1,5 +1,6 @@
 """What is started in a backward pass, where all cores compute, is carried out at its end, by its own thread."""
 
+import contextlib
 import threading
 import time
 
@@ -8,7 +9,7 @@ import torch
 from queue_log import Log, make_queue
 
 from lockstep.comm.shm import queue as queue_module
-from lockstep.comm.shm.work import await_all
+from lockstep.comm.shm.work import await_all, beside_the_pass
 from lockstep.errors import LockstepError
 
 ENGINE = torch.autograd.Variable._execution_engine
@@ -64,19 +65,22 @@ def test_it_is_carried_out_at_the_end_in_order():
     queue.close()
 
 
-@pytest.mark.parametrize("why", ["cores are free", "several threads", "no pass", "at the end of a pass"])
+@pytest.mark.parametrize(
+    "why", ["cores are free", "several threads", "no pass", "at the end of a pass", "as asked for"]
+)
 def test_elsewhere_a_thread_carries_it_out(why):
     queue, log = make_queue(leaves=why != "cores are free"), Log()
 
     def start():
-        queue.submit("submit", log.operation(0), []).get_future().wait()
+        with beside_the_pass() if why == "as asked for" else contextlib.nullcontext():
+            queue.submit("submit", log.operation(0), []).get_future().wait()
 
     if why == "several threads":
         torch.set_num_threads(2)
     begin = time.monotonic()
     if why == "no pass":
         start()
-    elif why == "at the end of a pass":
+    elif why == "at a pass's end":
         backward(lambda: ENGINE.queue_callback(start))
     else:
         backward(start)
@@ -112,6 +116,52 @@ def test_who_waits_for_a_future_in_the_pass_gets_it_and_nothing_is_left_from_the
         backward(start)
     assert time.monotonic() - begin < 1
     assert (log.done, log.threads) == (list(range(11)), {"lockstep-test"})
+    queue.close()
+
+
+def test_somebody_has_an_eye_on_the_time_though_another_is_at_an_operation(impatient):
+    queue, log, is_in, may_end = make_queue(leaves=True), Log(), threading.Event(), threading.Event()
+
+    def block(spin):
+        is_in.set()
+        may_end.wait(5)
+
+    other = threading.Thread(target=lambda: queue.run("run", block, []), daemon=True)
+    other.start()
+    is_in.wait(5)
+
+    def start():
+        future = queue.submit("submit", log.operation(0), []).get_future()
+        may_end.set()
+        future.wait()
+
+    backward(start)
+    assert log.done == [0]
+    queue.close()
+
+
+def test_somebody_has_an_eye_on_the_time_though_the_thread_is_called(impatient):
+    queue, log, may_end = make_queue(leaves=True), Log(), threading.Event()
+    queue.submit("submit", log.operation(0, seconds=0.1), []).get_future().then(lambda _: may_end.wait(5))
+
+    def start():
+        queue.submit("submit", log.operation(1), []).get_future().wait()
+        may_end.set()
+
+    backward(start)
+    assert log.done == [0, 1]
+    queue.close()
+
+
+def test_what_was_left_and_is_done_does_not_count_as_late(impatient):
+    queue, log, seen = make_queue(leaves=True), Log(), []
+    with pytest.raises(ZeroDivisionError):
+        backward(lambda: queue.submit("submit", log.operation(0), []), lambda: 1 / 0)
+    queue.run("run", log.operation(1), [])
+    time.sleep(0.5)
+    log.threads.clear()
+    backward(lambda: queue.submit("submit", log.operation(2), []), lambda: seen.append(list(log.done)))
+    assert (seen, log.done, log.threads) == ([[0, 1]], [0, 1, 2], {"MainThread"})
     queue.close()
 
 

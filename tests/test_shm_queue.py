@@ -3,6 +3,7 @@
 import contextlib
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -10,7 +11,7 @@ import pytest
 from queue_log import Log, make_queue
 
 from lockstep.comm.shm.queue import Queue
-from lockstep.comm.shm.work import waited_for
+from lockstep.comm.shm.work import await_all, waited_for
 from lockstep.errors import LockstepError, UsageError
 
 NUM_OPERATIONS = 150
@@ -229,3 +230,33 @@ def test_threads_do_not_pile_up():
     assert sum(thread.name == "lockstep-test" for thread in threading.enumerate()) <= 3
     queue.close()
     assert log.done == [value for number in range(40) for value in (number, "more")]
+
+
+def test_an_operation_may_wait_for_one_that_is_about_to_be_done():
+    """As that does which closes a coalesced call; the work before it is carried out, and not yet marked as done."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    queue = make_queue()
+    try:
+        for _ in range(1500):
+            works = [queue.submit("submit", lambda _: None, []) for _ in range(2)]
+            futures = [work.get_future() for work in works]
+            queue.submit("coalesced", lambda _, works=works: await_all(works), []).wait()
+            assert all(future.done() or future.wait() is not None for future in futures)
+    finally:
+        sys.setswitchinterval(before)
+        queue.close()
+
+
+def test_closing_while_somebody_is_at_an_operation_and_something_sleeps():
+    queue, log, is_in = make_queue(), Log(), threading.Event()
+    queue.submit("submit", log.operation(0), []).wait()
+    other = threading.Thread(target=lambda: queue.run("run", lambda _: (is_in.set(), time.sleep(0.2)), []), daemon=True)
+    other.start()
+    is_in.wait(5)
+    with waited_for():
+        queue.submit("submit", log.operation(1), [])
+    begin = time.monotonic()
+    queue.close()
+    assert time.monotonic() - begin < 1.5
+    assert log.done == [0, 1]

@@ -1,9 +1,8 @@
 """Which buckets of a step have left: strictly in the order of the plan, and the one that closes the step last."""
 
-import contextlib
 from collections.abc import Sequence
 
-from lockstep.comm.shm.work import waited_for
+from lockstep.comm.shm.work import beside_the_pass, waited_for
 from lockstep.events import Kind
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
@@ -63,7 +62,7 @@ class Departures:
             self.gauge.see_own(step, bucket)
         has_time = self._buckets.leave_early and bucket is not self._buckets.closing
         is_awaited = is_over and not has_time and not self._traffic.has_hook
-        with waited_for() if is_awaited else contextlib.nullcontext():
+        with waited_for() if is_awaited else beside_the_pass():
             bucket.launch(self._traffic.send)
         if self._world.events:
             self._world.events.emit(Kind.LAUNCHED, step, bucket.place, bucket.num_bytes)

@@ -8,7 +8,9 @@ One operation at a time is carried out, in the order in which they were given, b
     a backward pass, at its end    what was started in it, where that is left for the end
 
 `_busy` says that somebody is at one; it changes under the lock, and whoever has set it takes it back, wakes a thread
-if there is more to see to, and only then marks the work as done. So an operation is taken once, and in its turn.
+if there is more to see to, and only then marks the work as done. So an operation is taken once, and in its turn. An
+operation may wait for one before it, which at that moment may be carried out and not yet marked: the work has left the
+queue before `_busy` is taken back, so that such a wait is not taken for one that waits for itself.
 
 **Asleep.** Between two threads an operation costs two switches, more than a small message. So whoever will wait at once
 says so by `waited_for`, and the threads are left asleep: the operation is carried out where it is waited for. Nothing
@@ -21,12 +23,14 @@ torch's DDP, for one) sleeps until the pass ends. The pass's own thread then car
 which was queued later. Here a future may be asked for without waking anybody, since DDP does so at once, and waits for
 it in that finalizer. Somebody else may wait for a future inside the pass, which cannot be seen from here: so after
 PATIENCE_S a thread carries out what is there, and from then on nothing is left for the end. A pass that takes longer
-has the same effect; one that fails never ends, and leaves its operations to whatever comes next.
+has the same effect; one that fails never ends, and leaves its operations to whatever comes next. Lockstep's own buckets
+are not left (`beside_the_pass`): it knows by itself when to send them.
 
 **What is called at the end of a work** (`Future.then`) runs in the thread that has carried it out, and may start
 another operation and wait for it, as torch's PowerSGD does. So before a thread calls such, it wakes another one if
 operations wait; one that is started meanwhile finds a thread asleep, or gets a new one. At the end of a pass all is
-carried out before the first of these is called: what they start follows in the same order on all workers.
+carried out before the first of these is called: what they start follows in the same order on all workers. Elsewhere,
+and where a thread has been woken inside the pass, those of several works may be called side by side, in any order.
 """
 
 import threading
@@ -37,7 +41,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lockstep.comm.shm.work import ShmWork, settles, will_wait
+from lockstep.comm.shm.work import ShmWork, is_beside, settles, will_wait
 from lockstep.errors import UsageError
 
 PATIENCE_S = 2.0
@@ -124,9 +128,8 @@ class Queue:
             taken = self._take(between)
             if taken is None:
                 return
-            first, operation = taken
-            error, own = self._carry_out(operation)
-            first.finish(error)
+            error, own = self._carry_out(*taken)
+            taken[0].finish(error)
             if own is not None:
                 raise own
 
@@ -144,7 +147,7 @@ class Queue:
             self._between = between
             return self._waiting.popleft()
 
-    def _carry_out(self, operation: Operation) -> tuple[BaseException | None, BaseException | None]:
+    def _carry_out(self, work: ShmWork, operation: Operation) -> tuple[BaseException | None, BaseException | None]:
         """Carry out what was taken; returns the error for its caller, and what is to be raised in this thread.
 
         The latter is an interrupt, or what a handler of a signal has raised.
@@ -156,6 +159,7 @@ class Queue:
             return error, (None if error is raised else raised)
         finally:
             self._between = None
+            work.leave_queue()
             self._make_way()
         return None, None
 
@@ -176,32 +180,30 @@ class Queue:
         """Have `operation` carried out by a thread of the queue's, or where it is waited for; return at once."""
         work = ShmWork(name, outputs)
         is_awaited = self._can_be_helped and will_wait()
-        is_left = not is_awaited and self._is_for_the_end()
-        work.wait_in(self, sleeps=is_awaited or is_left, is_left=is_left)
+        number = -1 if is_awaited else self._number_of_pass()
         with self._lock:
+            is_left = number != -1 and self._leaves
+            work.wait_in(self, sleeps=is_awaited or is_left, is_left=is_left)
             self._waiting.append((work, operation))
-            if not work.sleeps:
-                self._wake()
+            is_first = is_left and self._left_in != number
+            if is_left:
+                self._left_in = number
+                self._left_at = self._left_at or time.monotonic()
+            if not self._busy:
+                self._see_to_the_rest()
+        if is_first:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         return work
 
     # The end of a backward pass
 
-    def _is_for_the_end(self) -> bool:
-        """Whether what this thread starts now is left for the end of the pass that it is in."""
-        if not self._leaves or settles() or torch.get_num_threads() > 1:
-            return False
+    def _number_of_pass(self) -> int:
+        """The pass that this thread is in, if what it starts may be left for the end of that; else -1."""
+        if not self._leaves or settles() or is_beside() or torch.get_num_threads() > 1:
+            return -1
         if torch._C._current_autograd_node() is None:  # No pass, or at its end already.
-            return False
-        number = torch._C._current_graph_task_id()
-        with self._lock:
-            is_first = self._left_in != number
-            if is_first:
-                self._left_in, self._left_at = number, time.monotonic()
-                if not self._num_idle and not self._busy:
-                    self._start_thread()  # It has an eye on the time.
-        if is_first:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
-        return True
+            return -1
+        return torch._C._current_graph_task_id()
 
     def _end_pass(self) -> None:
         """Carry out what was left, then call those who wait for it; a thread's if somebody has woken it."""
@@ -210,11 +212,10 @@ class Queue:
         futures: list[tuple[ShmWork, torch.futures.Future[object]]] = []
         own: BaseException | None = None
         while own is None and (taken := self._take(_nothing, what_is_left=True)) is not None:
-            work, operation = taken
-            error, own = self._carry_out(operation)
-            future = work.conclude(error)
+            error, own = self._carry_out(*taken)
+            future = taken[0].conclude(error)
             if future is not None:
-                futures.append((work, future))
+                futures.append((taken[0], future))
         self._wake_left()
         for work, future in futures:
             work.settle(future)
@@ -224,10 +225,22 @@ class Queue:
     def _wake_left(self) -> None:
         """Have what is still left carried out by a thread, as somebody is at what is before it."""
         with self._lock:
-            for work, _ in self._waiting:
-                work.sleeps = work.sleeps and not work.is_left
-            if not self._is_all_asleep():
-                self._wake()
+            self._rouse()
+            if not self._busy:
+                self._see_to_the_rest()
+
+    def _rouse(self) -> None:
+        """Let nothing be left for the end of a pass any longer."""
+        for work, _ in self._waiting:
+            if work.is_left:
+                work.sleeps = False
+
+    def _look_at_the_time(self) -> None:
+        if not any(work.is_left for work, _ in self._waiting):
+            self._left_at = None
+        elif self._left_at is not None and time.monotonic() - self._left_at > PATIENCE_S:
+            self._leaves, self._left_at = False, None
+            self._rouse()
 
     # The queue's threads
 
@@ -237,8 +250,13 @@ class Queue:
     def _make_way(self) -> None:
         with self._lock:
             self._busy, self._busy_thread = False, None
-            if not self._is_all_asleep():
-                self._wake()
+            self._see_to_the_rest()
+
+    def _see_to_the_rest(self) -> None:
+        """Nobody is at an operation: wake a thread if there is anything for it, if only an eye to have on the time."""
+        is_watched = self._left_at is None or self._num_idle > 0
+        if self._waiting and (self._closed or not self._is_all_asleep() or not is_watched):
+            self._wake()
 
     def _is_all_asleep(self) -> bool:
         """Whether no thread need see to what is waiting."""
@@ -288,22 +306,16 @@ class Queue:
                 operation(False)
             except BaseException as raised:
                 error = self._fail(raised)
+            work.leave_queue()
             with self._lock:
                 self._busy, self._busy_thread = False, None
             future = work.conclude(error)
             if future is not None:
                 with self._lock:
-                    if not self._is_all_asleep():
-                        self._wake()  # Who is called at the end of this one may wait for the next.
+                    if not self._busy:
+                        self._see_to_the_rest()  # Who is called at the end of this one may wait for the next.
                 work.settle(future)
             del work, operation, future
-
-    def _look_at_the_time(self) -> None:
-        if self._left_at is None or time.monotonic() - self._left_at < PATIENCE_S:
-            return
-        self._leaves, self._left_at = False, None
-        for work, _ in self._waiting:
-            work.sleeps = work.sleeps and not work.is_left
 
 
 def _nothing() -> None:

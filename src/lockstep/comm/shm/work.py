@@ -28,17 +28,31 @@ _CALLER = threading.local()
 @contextlib.contextmanager
 def waited_for() -> Iterator[None]:
     """What this thread starts in here it will wait for next, by `Peers.wait`: no other thread need be woken for it."""
-    before = will_wait()
-    _CALLER.will_wait = True
+    before, _CALLER.will_wait = will_wait(), True
     try:
         yield
     finally:
         _CALLER.will_wait = before
 
 
+@contextlib.contextmanager
+def beside_the_pass() -> Iterator[None]:
+    """What this thread starts in here is never left for the end of a backward pass."""
+    before, _CALLER.is_beside = is_beside(), True
+    try:
+        yield
+    finally:
+        _CALLER.is_beside = before
+
+
 def will_wait() -> bool:
     """Whether this thread has said that it will wait for what it starts."""
     return getattr(_CALLER, "will_wait", False)
+
+
+def is_beside() -> bool:
+    """Whether this thread has said that nothing is to be left."""
+    return getattr(_CALLER, "is_beside", False)
 
 
 def settles() -> bool:
@@ -71,6 +85,10 @@ class ShmWork(dist.Work):
     def wait_in(self, queue: "Queue", *, sleeps: bool, is_left: bool) -> None:
         """It waits for its turn in `queue`."""
         self._queue, self.sleeps, self.is_left = queue, sleeps, is_left
+
+    def leave_queue(self) -> None:
+        """It has been carried out, and is about to be marked as done."""
+        self._queue = None
 
     def help(self, between: Callable[[], None]) -> None:
         """Carry it out here, if nobody is at it or at one before it; `between` is called while others do not come."""
