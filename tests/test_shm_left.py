@@ -65,9 +65,7 @@ def test_it_is_carried_out_at_the_end_in_order():
     queue.close()
 
 
-@pytest.mark.parametrize(
-    "why", ["cores are free", "several threads", "no pass", "at the end of a pass", "as asked for"]
-)
+@pytest.mark.parametrize("why", ["cores are free", "several threads", "no pass", "at a pass's end", "as asked for"])
 def test_elsewhere_a_thread_carries_it_out(why):
     queue, log = make_queue(leaves=why != "cores are free"), Log()
 

@@ -238,11 +238,11 @@ def test_an_operation_may_wait_for_one_that_is_about_to_be_done():
     sys.setswitchinterval(1e-5)
     queue = make_queue()
     try:
-        for _ in range(1500):
-            works = [queue.submit("submit", lambda _: None, []) for _ in range(2)]
-            futures = [work.get_future() for work in works]
-            queue.submit("coalesced", lambda _, works=works: await_all(works), []).wait()
-            assert all(future.done() or future.wait() is not None for future in futures)
+        for _ in range(10_000):
+            works = [queue.submit("submit", lambda _: None, []) for _ in range(3)]
+            closing = queue.submit("coalesced", lambda _, works=works: await_all(works), [])
+            closing.help(lambda: None)
+            closing.wait()
     finally:
         sys.setswitchinterval(before)
         queue.close()
