@@ -102,18 +102,20 @@ def test_a_look_at_the_work_has_it_carried_out_at_once(look):
     queue.close()
 
 
-def test_who_waits_for_a_future_in_the_pass_gets_it_and_nothing_is_left_from_then_on(impatient):
+def test_who_waits_for_a_future_in_the_pass_gets_it_and_soon_nothing_is_left_any_more(impatient):
     queue, log = make_queue(leaves=True), Log()
 
     def start():
         queue.submit("submit", log.operation(len(log.done)), []).get_future().wait()
 
-    backward(start)
+    for _ in range(queue_module.MOST_LATE):
+        backward(start, start)
     begin = time.monotonic()
     for _ in range(10):
-        backward(start)
+        backward(start, start)
     assert time.monotonic() - begin < 1
-    assert (log.done, log.threads) == (list(range(11)), {"lockstep-test"})
+    count = 2 * (queue_module.MOST_LATE + 10)
+    assert (log.done, log.threads) == (list(range(count)), {"lockstep-test"})
     queue.close()
 
 
@@ -163,10 +165,17 @@ def test_what_was_left_and_is_done_does_not_count_as_late(impatient):
     queue.close()
 
 
-def test_a_pass_that_takes_long_is_not_waited_for(impatient):
+def test_a_pass_that_takes_long_is_not_waited_for_and_the_next_one_is(impatient):
     queue, log = make_queue(leaves=True), Log()
-    backward(lambda: queue.submit("submit", log.operation(0), []), lambda: time.sleep(0.6))
+
+    def start():
+        queue.submit("submit", log.operation(len(log.done)), [])
+
+    backward(start, lambda: time.sleep(0.6))
     assert (log.done, log.threads) == ([0], {"lockstep-test"})
+    log.threads.clear()
+    backward(start, lambda: time.sleep(0.05))
+    assert (log.done, log.threads) == ([0, 1], {"MainThread"})
     queue.close()
 
 

@@ -22,9 +22,9 @@ beside a backward pass only takes turns with it, and leaves its caches cold. The
 torch's DDP, for one) sleeps until the pass ends. The pass's own thread then carries it out, before DDP's finalizer,
 which was queued later. Here a future may be asked for without waking anybody, since DDP does so at once, and waits for
 it in that finalizer. Somebody else may wait for a future inside the pass, which cannot be seen from here: so after
-PATIENCE_S a thread carries out what is there, and from then on nothing is left for the end. A pass that takes longer
-has the same effect; one that fails never ends, and leaves its operations to whatever comes next. Lockstep's own buckets
-are not left (`beside_the_pass`): it knows by itself when to send them.
+PATIENCE_S a thread carries out what is there, and nothing more is left in this pass; after MOST_LATE such passes
+nothing ever is. A pass that takes that long has the same effect. One that fails never ends, and leaves its operations
+to whatever comes next. Lockstep's own buckets are not left (`beside_the_pass`): it knows by itself when to send them.
 
 **What is called at the end of a work** (`Future.then`) runs in the thread that has carried it out, and may start
 another operation and wait for it, as torch's PowerSGD does. So before a thread calls such, it wakes another one if
@@ -47,7 +47,9 @@ from lockstep.errors import UsageError
 PATIENCE_S = 2.0
 """How long something may be left for the end of a pass,"""
 TICK_S = 0.5
-"""and how often somebody looks."""
+"""how often somebody looks,"""
+MOST_LATE = 3
+"""and in how many passes that may be too long: the first ones of a training are slow, but others are not."""
 SPARE = 2
 """How many threads stay when there is nothing to do."""
 
@@ -80,6 +82,10 @@ class Queue:
         """The backward pass in which something was left last,"""
         self._left_at: float | None = None
         """and since when; None while nothing is."""
+        self._late_in = -1
+        """The last pass in which that was too long,"""
+        self._num_late = 0
+        """and how many there have been."""
         self._between: Callable[[], None] | None = None
         """What who helps has to do now and then."""
         self._waiting: deque[tuple[ShmWork, Operation]] = deque()
@@ -182,7 +188,7 @@ class Queue:
         is_awaited = self._can_be_helped and will_wait()
         number = -1 if is_awaited else self._number_of_pass()
         with self._lock:
-            is_left = number != -1 and self._leaves
+            is_left = number not in (-1, self._late_in)
             work.wait_in(self, sleeps=is_awaited or is_left, is_left=is_left)
             self._waiting.append((work, operation))
             is_first = is_left and self._left_in != number
@@ -199,9 +205,9 @@ class Queue:
 
     def _number_of_pass(self) -> int:
         """The pass that this thread is in, if what it starts may be left for the end of that; else -1."""
-        if not self._leaves or settles() or is_beside() or torch.get_num_threads() > 1:
+        if not self._leaves or self._num_late >= MOST_LATE or settles() or is_beside():
             return -1
-        if torch._C._current_autograd_node() is None:  # No pass, or at its end already.
+        if torch.get_num_threads() > 1 or torch._C._current_autograd_node() is None:  # No pass, or at its end already.
             return -1
         return torch._C._current_graph_task_id()
 
@@ -239,7 +245,8 @@ class Queue:
         if not any(work.is_left for work, _ in self._waiting):
             self._left_at = None
         elif self._left_at is not None and time.monotonic() - self._left_at > PATIENCE_S:
-            self._leaves, self._left_at = False, None
+            self._late_in, self._left_at = self._left_in, None
+            self._num_late += 1
             self._rouse()
 
     # The queue's threads
