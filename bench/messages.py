@@ -91,7 +91,7 @@ def report(workload: str, found: dict[str, Any]) -> None:
 
     def show(what: str, quantity: Any, *names: str) -> None:
         got = interleave.compare(times, quantity, *names)
-        print(f"  {what:38} {got.median:8.2f} ms ({got.low:.2f} to {got.high:.2f})")
+        print(f"  {what:38} {got.median:8.2f} ms ({got.low:.2f} to {got.high:.2f})", flush=True)
 
     print(", ".join(f"{name}: {value}" for name, value in found["machine"].items()))
     print(f"{workload}: buckets of {', '.join(f'{size:.1f}' for size in found['megabytes'])} MB; {found['rounds']}")

@@ -12,15 +12,8 @@ from lockstep.comm.shm import queue as queue_module
 from lockstep.comm.shm.work import await_all, beside_the_pass
 from lockstep.errors import LockstepError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ENGINE = torch.autograd.Variable._execution_engine
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

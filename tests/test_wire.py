@@ -15,15 +15,7 @@ from lockstep.wire.low_rank import orthonormal
 from lockstep.wire.sign import pack, unpack
 from lockstep.wire.top_k import largest
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These tensors are small: a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
+pytestmark = pytest.mark.usefixtures("one_thread")  # These tensors are small: a second one costs more than it does.
 
 CHUNKED = [Int8(), Int8(block=8), Sign(feedback=1.0), Sign(block=32, feedback=1.0), TopK(), TopK(ratio=0.3)]
 LOSSY = [*CHUNKED, LowRank(), LowRank(rank=1)]

@@ -184,7 +184,7 @@ class GroupBase(TorchGroup):  # type: ignore[misc]  # Any, see above
     # Carrying out
 
     def _do(self, name: str, operation: Callable[[bool], None], outputs: Any, options: Any) -> ShmWork:
-        """Carry out now if the caller waits anyway, else in the group's thread."""
+        """Carry out now if the caller waits anyway, else when its turn comes."""
         if self._coalescing is None and not options.asyncOp:
             return self._queue.run(name, operation, outputs)
         work = self._queue.submit(name, operation, outputs)

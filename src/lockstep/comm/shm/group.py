@@ -3,7 +3,7 @@
 torch takes a Python subclass of ProcessGroup for the group itself, so the methods here have torch's names and are
 called by `dist.*` directly, and by C++ (DDP's reducer, functional collectives) through torch's own bridge. They
 flatten what they are given and have it carried out by `Reductions`, `Moves` or `Mail`: in this thread if the caller
-waits anyway and nothing is before it, else in the group's own. CUDA tensors go to an NCCL backend, opened at the first.
+waits anyway and nothing is before it, else as queue.py says. CUDA tensors go to an NCCL backend, opened at the first.
 """
 
 from collections.abc import Sequence

@@ -195,7 +195,7 @@ class Queue:
             if is_left:
                 self._left_in = number
                 self._left_at = self._left_at or time.monotonic()
-            if not self._busy:
+            if not is_awaited and not self._busy:
                 self._see_to_the_rest()
         if is_first:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
@@ -207,9 +207,8 @@ class Queue:
         """The pass that this thread is in, if what it starts may be left for the end of that; else -1."""
         if not self._leaves or self._num_late >= MOST_LATE or settles() or is_beside():
             return -1
-        if torch.get_num_threads() > 1 or torch._C._current_autograd_node() is None:  # No pass, or at its end already.
-            return -1
-        return torch._C._current_graph_task_id()
+        is_computing = torch._C._current_autograd_node() is not None  # It is none at the end of a pass, and in none.
+        return torch._C._current_graph_task_id() if is_computing and torch.get_num_threads() == 1 else -1
 
     def _end_pass(self) -> None:
         """Carry out what was left, then call those who wait for it; a thread's if somebody has woken it."""
