@@ -13,11 +13,13 @@ from lockstep.start.variables import refuse_nesting, variables
 LOST = "Traceback (most recent call last):\n  ...\nlockstep.errors.WorkerLost: worker 0: worker 1 left"
 VOID = "Traceback (most recent call last):\n  ...\nlockstep.errors.StepVoid: worker 1"
 GLOO = "Traceback (most recent call last):\n  ...\nRuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+QUOTED = "Traceback (most recent call last):\n  ...\nRuntimeError: Got the following error when running the callback: "
+QUOTED += "WorkerLost: worker 0: worker 1 (pid 7 on host) ended"
 OWN = 'Traceback (most recent call last):\n    raise ValueError("Connection closed by peer")\nValueError: mine'
 WRAPPED = LOST + "\n\nThe above exception was the direct cause of the following exception:\n\nRuntimeError: gave up"
 
 
-@pytest.mark.parametrize("consequence", [LOST, VOID, GLOO, WRAPPED])
+@pytest.mark.parametrize("consequence", [LOST, VOID, GLOO, QUOTED, WRAPPED])
 def test_a_cause_comes_before_its_consequences(consequence):
     cause, effect = Failure(1, 20.0, 1, OWN), Failure(0, 10.0, 1, consequence)
     assert first([effect, cause]) is cause

@@ -144,8 +144,15 @@ def await_somehow(work, way):
         while not work.is_completed():
             time.sleep(0.0001)
     elif way == "future":
-        work.get_future().wait()
+        await_future(work.get_future())
     work.wait()
+
+
+def await_future(future):
+    try:
+        future.wait()
+    except RuntimeError as error:  # It has quoted what `work.wait` raises.
+        assert "error when running the callback: WorkerLost: " in str(error)
 
 
 def reduce(context):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 _CONSEQUENCES = ("lockstep.errors.WorkerLost", "lockstep.errors.StepVoid", "torch.distributed.DistBackendError")
 """How a traceback's last lines begin if a peer was the cause."""
-_BROKEN_CONNECTIONS = ("Connection closed by peer", "Connection reset by peer")
-"""What Gloo says, inside a RuntimeError, if a peer is gone."""
+_WITHIN = ("Connection closed by peer", "Connection reset by peer", "when running the callback: WorkerLost: ")
+"""What is said inside a RuntimeError if a peer is gone: by Gloo, and by a future of backend shm."""
 
 _HINTS = {
     "SIGKILL": "often because memory ran out",
@@ -56,7 +56,7 @@ def first(failures: Iterable[Failure]) -> Failure | None:
 def is_consequence(words: str) -> bool:
     """Whether a traceback says that a peer's failure was the cause."""
     return any(
-        line.startswith(_CONSEQUENCES) or (line[:1].strip() and any(broken in line for broken in _BROKEN_CONNECTIONS))
+        line.startswith(_CONSEQUENCES) or (line[:1].strip() and any(part in line for part in _WITHIN))
         for line in words.splitlines()
     )
 

@@ -323,6 +323,6 @@ class Mail:
 
 def _end(work: ShmWork, error: LockstepError | None = None, source: int = -1) -> None:
     """Mark `work` as done. Who wants to be called may wait for another message, so not in this thread."""
-    future = work.conclude(error, source)
-    if future is not None:
-        threading.Thread(target=work.settle, args=(future,), name="lockstep-shm-called", daemon=True).start()
+    end = work.conclude(error, source)
+    if end is not None:
+        threading.Thread(target=work.settle, args=(end,), name="lockstep-shm-called", daemon=True).start()

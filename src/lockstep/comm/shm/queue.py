@@ -214,16 +214,16 @@ class Queue:
         """Carry out what was left, then call those who wait for it; a thread's if somebody has woken it."""
         with self._lock:
             self._left_in, self._left_at = -1, None
-        futures: list[tuple[ShmWork, torch.futures.Future[object]]] = []
+        ends: list[tuple[ShmWork, torch.futures.Future[None]]] = []
         own: BaseException | None = None
         while own is None and (taken := self._take(_nothing, what_is_left=True)) is not None:
             error, own = self._carry_out(*taken)
-            future = taken[0].conclude(error)
-            if future is not None:
-                futures.append((taken[0], future))
+            end = taken[0].conclude(error)
+            if end is not None:
+                ends.append((taken[0], end))
         self._wake_left()
-        for work, future in futures:
-            work.settle(future)
+        for work, end in ends:
+            work.settle(end)
         if own is not None:
             raise own
 
@@ -315,13 +315,13 @@ class Queue:
             work.leave_queue()
             with self._lock:
                 self._busy, self._busy_thread = False, None
-            future = work.conclude(error)
-            if future is not None:
+            end = work.conclude(error)
+            if end is not None:
                 with self._lock:
                     if not self._busy:
                         self._see_to_the_rest()  # Who is called at the end of this one may wait for the next.
-                work.settle(future)
-            del work, operation, future
+                work.settle(end)
+            del work, operation, end
 
 
 def _nothing() -> None:

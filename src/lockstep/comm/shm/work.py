@@ -74,7 +74,10 @@ class ShmWork(dist.Work):
         self._error: BaseException | None = None
         self._source = -1
         self._is_done = _ALWAYS if done else threading.Event()
+        self._end: torch.futures.Future[None] | None = None
+        """Settled at the end of the work,"""
         self._future: torch.futures.Future[object] | None = None
+        """and what follows from it: the outputs, or the error."""
         self._queue: Queue | None = None
         """Where it waits for its turn;"""
         self.sleeps = False
@@ -108,7 +111,7 @@ class ShmWork(dist.Work):
         if future is not None:
             self.settle(future)
 
-    def conclude(self, error: BaseException | None = None, source: int = -1) -> "torch.futures.Future[object] | None":
+    def conclude(self, error: BaseException | None = None, source: int = -1) -> "torch.futures.Future[None] | None":
         """As `finish`, but for those who want to be called: returns what is to be settled for them, if any do."""
         if error is None and self._before is not None:
             self._before()
@@ -117,7 +120,7 @@ class ShmWork(dist.Work):
             self._error, self._source = error, source
             self._is_done.set()
             self._queue = None
-            return self._future
+            return self._end
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when done; raise the operation's error, or LockstepError when `timeout` is over."""
@@ -166,25 +169,34 @@ class ShmWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> "torch.futures.Future[object]":
-        """A future that gets the output tensors, or the error."""
+        """A future that gets the output tensors, or the error.
+
+        torch's DDP waits for it in C++, where what Python's `Future.set_exception` sets is a result like any other.
+        What a callback raises is an error there too. In both languages it is raised as a RuntimeError that quotes it.
+        """
         if not self.is_left:
             self._wake()
         with _SETTLING:
             asked_before = self._future is not None
-            future = self._future = self._future or torch.futures.Future()
+            if self._end is None or self._future is None:
+                self._end = torch.futures.Future()
+                self._future = self._end.then(self._answer)
+            end, future = self._end, self._future
             settle = self._is_done.is_set() and not asked_before
         if settle:  # Not under the lock: it calls whoever waits for the future.
-            self.settle(future)
+            self.settle(end)
         return future
 
-    def settle(self, future: "torch.futures.Future[object]") -> None:
-        """Give `future` what has come of the work, and so call who wants to be called."""
+    def _answer(self, _: object) -> object:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+    def settle(self, end: "torch.futures.Future[None]") -> None:
+        """Say by `end` what has come of the work, and so call who wants to be called."""
         before, _CALLER.settles = settles(), True
         try:
-            if self._error is None:
-                future.set_result(self._outputs)
-            else:
-                future.set_exception(self._error)
+            end.set_result(None)
         finally:
             _CALLER.settles = before
 
