@@ -65,7 +65,7 @@ Record = dict[str, float]
 
 
 class Stopwatch:
-    """Times methods of the main thread, each without those it calls, and the thread of a queue."""
+    """Times methods of the main thread, each without those it calls, and the threads of a queue."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -80,9 +80,12 @@ class Stopwatch:
         self._outside = round(whole - bare - self._inside)
 
     def thread_time(self) -> int:
-        """Processor time of the queue's thread, if it has one by now."""
-        thread = self._queue._thread
-        return time.clock_gettime_ns(time.pthread_getcpuclockid(thread.ident)) if thread is not None else 0
+        """Processor time of the queue's threads, if it has any by now."""
+        return sum(
+            time.clock_gettime_ns(time.pthread_getcpuclockid(thread.ident))
+            for thread in self._queue._threads
+            if thread.is_alive()
+        )
 
     def watch(self, watched: object) -> None:
         """Give `watched` a class whose methods are timed."""

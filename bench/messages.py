@@ -1,12 +1,13 @@
 """What torch DDP's messages take by themselves over gloo and over shm, and what DDP gains by the change of backend.
 
     python bench/messages.py                                            gpt-10m, gpt-40m and gpt-40m-small, 2 workers
-    python bench/messages.py --workload gpt-10m --rounds 60
+    python bench/messages.py --workload gpt-10m --rounds 20 --crews 6   workers started anew, six times
 
 One model in one DDP, whose communication hook is torch's own `allreduce_hook`, over a backend that changes from step to
 step, or over none: so all steps use the same weights, buckets and heap, and differ in the backend alone. By themselves
 the messages are those of one step, in DDP's own buckets: all are started, then waited for. In every round each of the
-five takes its turn, in an order that is shuffled anew. The memory is DDP's, so over shm it is staged.
+five takes its turn, in an order that is shuffled anew. The memory is DDP's, so over shm it is staged. With several
+crews the workloads take turns too, so that a bad minute is not one workload's alone; all crews' rounds count together.
 
 Printed last: what is saved by the messages alone, what DDP gains, and the second less the first, within rounds, with
 the interval that a bootstrap gives (95 %).
@@ -85,16 +86,19 @@ def measure(workload: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def report(workload: str, found: dict[str, Any]) -> None:
-    """Print what was found."""
-    times = interleave.as_times(found["times"])
+def report(workload: str, crews: "list[dict[str, Any]]") -> None:
+    """Print what all crews have found."""
+    found = crews[0]
+    times = interleave.as_times({name: [ms for crew in crews for ms in crew["times"][name]] for name in found["times"]})
 
     def show(what: str, quantity: Any, *names: str) -> None:
         got = interleave.compare(times, quantity, *names)
         print(f"  {what:38} {got.median:8.2f} ms ({got.low:.2f} to {got.high:.2f})", flush=True)
 
     print(", ".join(f"{name}: {value}" for name, value in found["machine"].items()))
-    print(f"{workload}: buckets of {', '.join(f'{size:.1f}' for size in found['megabytes'])} MB; {found['rounds']}")
+    print(f"{workload}: buckets of {', '.join(f'{size:.1f}' for size in found['megabytes'])} MB")
+    for crew in crews:
+        print(f"  {crew['rounds']}")
     for backend in BACKENDS:
         show(f"{backend}, messages alone", lambda alone: alone, backend)
         show(f"{backend}, a step of DDP's", lambda step: step, f"step over {backend}")
@@ -110,10 +114,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     named = catalogue.workloads(on_gpu=False)
     parser.add_argument("--workload", nargs="+", choices=named, default=["gpt-10m", "gpt-40m", "gpt-40m-small"])
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=40, help="of each crew (default: %(default)s)")
+    parser.add_argument(
+        "--crews", type=int, default=1, help="how often workers are started anew (default: %(default)s)"
+    )
     options = parser.parse_args()
-    for workload in options.workload:
-        report(workload, lockstep.launch(measure, workers=2, args=(workload, options.rounds))[0])
+    found: dict[str, list[dict[str, Any]]] = {workload: [] for workload in options.workload}
+    for _ in range(options.crews):
+        for workload, crews in found.items():
+            crews.append(lockstep.launch(measure, workers=2, args=(workload, options.rounds))[0])
+    for workload, crews in found.items():
+        report(workload, crews)
 
 
 if __name__ == "__main__":

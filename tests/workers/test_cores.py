@@ -1,9 +1,8 @@
 """Where every core computes nothing leaves before the end of the pass, and the bits are those of leaving early."""
 
-import os
-
 import pytest
 import torch
+from crowded import crowded
 from torch import nn
 
 import lockstep
@@ -15,10 +14,7 @@ LAYERS = 6
 
 def wrap_and_train(world, num_threads, zero, cap_mb, layers):
     """On as many cores as there are workers: the slots of each bucket, how many left early, the weights."""
-    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    os.sched_setaffinity(0, sorted(cores)[: world.size])
-    torch.set_num_threads(num_threads)
-    try:
+    with crowded(world, num_threads):
         torch.manual_seed(1)
         net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -27,9 +23,6 @@ def wrap_and_train(world, num_threads, zero, cap_mb, layers):
         with model.whole_params():
             weights = torch.cat([param.detach().flatten().clone() for param in net.parameters()])
         return [len(bucket.plan.slots) for bucket in model._reducer.buckets], num_early, weights
-    finally:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(threads)
 
 
 def _train(world, model, optimizer):

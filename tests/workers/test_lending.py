@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from crowded import crowded
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.replica import lending
 
-STEPS, CHANGES_AT = 5, 3
+STEPS, CHANGES_AT = 6, 3
 NEVER = 1 << 40
 
 LENT = [
@@ -23,12 +24,19 @@ LENT = [
     "accumulated", "zero1", "zero2", "zero3", "hook", "half", "nested",
 ]  # fmt: skip
 """Ways to train in which slots are lent to the end."""
-COPIED = ["weighted", "zeroed_in_place", "never_zeroed", "hooked", "hooked_after", "autocast", "penalised"]
+COPIED = [
+    "weighted", "zeroed_in_place", "never_zeroed", "hooked", "hooked_after", "hooked_later", "autocast", "penalised",
+]  # fmt: skip
 """Ways in which nothing can be lent, at least in the last step."""
-PARTLY_LENT = ["frozen", "transposed"]
+PARTLY_LENT = ["frozen", "transposed", "unused_later"]
 """Ways in which one of the two is lent."""
+TOLD = {"accumulated", "half", *COPIED} - {"hooked_later"}
+"""Ways in which all gradients are told of to the end."""
 MIXED = ["twice", "regularised", "functional", "void_twice", "void_twice_zero1"]
 """Ways in which a weight is found to be used otherwise too, from step 3 on."""
+
+LATE = [f"late_{way}" for way in [*LENT, *PARTLY_LENT, *COPIED]]
+"""The same where all is sent at the end of a pass, since no core is free."""
 
 
 class Net(nn.Module):
@@ -58,19 +66,24 @@ class Net(nn.Module):
         return self.head(hidden).square().mean()
 
     def both(self, x):
+        if self.is_changed and self.way == "unused_later":
+            return torch.tanh(self.first(x))[..., :64]
         return torch.tanh(self.second(torch.tanh(self.first(x))))
 
 
 def train(world, way, least_bytes):
-    """Train in one way; returns the weights, and how many slots were lent in each step."""
+    """Train in one way; returns the weights, how many slots were lent in each step, and how many of those quietly."""
     before, lending.LEAST_BYTES = lending.LEAST_BYTES, least_bytes
     try:
-        return _train(world, way)
+        if way.startswith("late_"):
+            with crowded(world):
+                return _train(world, way.removeprefix("late_"), None)
+        return _train(world, way, 0.001 if way == "small_buckets" else 0.1)
     finally:
         lending.LEAST_BYTES = before
 
 
-def _train(world, way):
+def _train(world, way, cap_mb):
     torch.manual_seed(1)
     net = Net(way)
     net.first.weight.requires_grad_(way != "frozen")
@@ -81,7 +94,7 @@ def _train(world, way):
     stage = int(way[-1]) if "zero" in way and way[-1].isdigit() else 0
     split = {"optimizer": optimizer, "zero": stage} if stage else {}
     wire = lockstep.wire.Half("fp16") if way == "half" else None
-    model = lockstep.DataParallel(net, bucket_cap_mb=0.001 if way == "small_buckets" else 0.1, wire=wire, **split)
+    model = lockstep.DataParallel(net, bucket_cap_mb=cap_mb, wire=wire, **split)
     if way == "hook":
         model.register_comm_hook(None, halve_and_double)
     elif way == "hooked":
@@ -89,9 +102,12 @@ def _train(world, way):
         net.second.weight.register_hook(lambda grad: grad * 2)
     lent = count_loans(model._reducer)
     generator = torch.Generator().manual_seed(world.rank)
-    num_lent = []
+    num_lent, num_quiet = [], []
     for step in range(STEPS):
         net.is_changed = step >= CHANGES_AT
+        if way == "hooked_later" and step == CHANGES_AT:
+            net.first.weight.register_hook(lambda grad: grad * 2)
+            net.second.weight.register_hook(lambda grad: grad * 2)
         if way != "never_zeroed":
             optimizer.zero_grad(set_to_none=way != "zeroed_in_place")
         x = torch.randn(32, 64, generator=generator)
@@ -120,19 +136,20 @@ def _train(world, way):
         if way == "gradient_asked_for":
             assert torch.equal(kept, copied)
         num_lent.append(len(lent))
+        num_quiet.append(sum(lent))
         lent.clear()
         optimizer.step()
-    return [param.detach().clone() for param in net.parameters()], num_lent
+    return [param.detach().clone() for param in net.parameters()], num_lent, num_quiet
 
 
 def count_loans(reducer):
-    """A list that grows with every slot that is lent."""
+    """A list that grows with every slot that is lent: by whether autograd is given nothing then."""
     lent, lend = [], reducer.lender.lend
 
     def counted(index, param, operands):
         loan = lend(index, param, operands)
         if loan is not None:
-            lent.append(index)
+            lent.append(loan[2])
         return loan
 
     reducer.lender.lend = counted
@@ -167,27 +184,30 @@ def digest(weights):
     return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).hexdigest()
 
 
-@pytest.mark.parametrize("way", [*LENT, *PARTLY_LENT, *COPIED])
+@pytest.mark.parametrize("way", [*LENT, *PARTLY_LENT, *COPIED, *LATE])
 def test_gradients_computed_in_their_slots_have_the_same_bits(started_pool, way):
     for workers in (2, 4):
         lent = started_pool.run(workers, train, way, 1 << 10)
         copied = started_pool.run(workers, train, way, NEVER)
         assert digest(lent[0][0]) == digest(copied[0][0])
-        assert len({digest(weights) for weights, _ in lent}) == 1 or way.startswith("zero")
-        assert all(num_lent == [0] * STEPS for _, num_lent in copied)
-        for _, num_lent in lent:
+        assert len({digest(weights) for weights, *_ in lent}) == 1 or "zero" in way
+        assert all(num_lent == [0] * STEPS for _, num_lent, _ in copied)
+        plain = way.removeprefix("late_")
+        for _, num_lent, num_quiet in lent:
             assert num_lent[0] == 0, "the first step shows the order of gradients"
-            assert num_lent[-1] == 2 - (way in PARTLY_LENT) - 2 * (way in COPIED)
+            assert num_lent[-1] == 2 - (plain in PARTLY_LENT) - 2 * (plain in COPIED)
+            assert (max(num_quiet) > 0) == (way in LATE and plain not in TOLD)
 
 
-@pytest.mark.parametrize("way", MIXED)
+@pytest.mark.parametrize("way", [*MIXED, *(f"late_{way}" for way in MIXED)])
 def test_a_weight_that_is_used_otherwise_too_is_not_lent_again(started_pool, way):
     lent = started_pool.run(2, train, way, 1 << 10)
     copied = started_pool.run(2, train, way, NEVER)
     assert digest(lent[0][0]) == digest(lent[1][0])
     for one, other in zip(lent[0][0], copied[0][0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    for _, num_lent in lent:
+    for _, num_lent, num_quiet in lent:
+        assert (max(num_quiet) > 0) == way.startswith("late_")
         assert (num_lent[:3], num_lent[-1]) == ([0, 2, 2], 0)
         assert num_lent[3] > 0
 

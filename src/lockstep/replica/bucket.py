@@ -11,7 +11,7 @@ A bucket does not know in which order buckets are launched: that is the reducer'
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,10 @@ class Bucket:
         """One row for each sum that this worker sends; the last is the buffer itself."""
         self.flat = self.lanes[-1]
         self.flat_grads = self.flat[: plan.tail_offset]
-        self._storage = memory.untyped_storage()._cdata
+        storage = memory.untyped_storage()
+        self._begin = storage.data_ptr()
+        self._end = self._begin + storage.nbytes()
+        """Where the memory of all buckets like this one begins and ends."""
         self.tail = self.flat[plan.tail_offset :]
         self.views: list[Tensor] = []
         """The slots, as tensors like the parameters."""
@@ -58,6 +61,8 @@ class Bucket:
         self.is_apart = False
         """Whether it keeps its place and stays empty, since its gradients travel otherwise: see rows.py."""
         self._silent = SilentSlots((), (), (), (), self.flat)
+        self._quiet: frozenset[int] = frozenset()
+        """Slots of whose gradients nobody tells, since they are computed there."""
         self.previous: Bucket | None = None
         """The bucket that uses the same memory before this one in every pass."""
         self.work: Any = None
@@ -81,12 +86,14 @@ class Bucket:
         """Bytes in the message."""
         return self.flat.numel() * self.flat.element_size()
 
-    def silence(self, slots: Sequence[int]) -> None:
+    def silence(self, slots: Sequence[int], quiet: Iterable[int] = ()) -> None:
         """From now on nobody says that the gradients of these have arrived: they are looked for once all others have.
 
-        They are to be small, and to have no gradient when a pass begins.
+        They have no gradient when a pass begins. `slots` are small; `quiet` are expected to be lent, and to be sent at
+        the end of a pass.
         """
         self._silent = SilentSlots(slots, self.plan.slots, self.params, self.views, self.flat)
+        self._quiet = frozenset(quiet)
         self.reset()
 
     def offer(self) -> None:
@@ -94,7 +101,7 @@ class Bucket:
         if list(map(_address_of, self.views)) != self._addresses:
             # They are handed out as gradients, and somebody has set the `data` of one.
             self._view_slots()
-            self.silence(self._silent.numbers)
+            self.silence(self._silent.numbers, self._quiet)
         if self.previous is None:
             self._silent.offer()
 
@@ -104,13 +111,14 @@ class Bucket:
             self.take_silent()
         return not self.num_missing
 
-    def has_silent(self) -> bool:
-        """Whether gradients have arrived without a word that were not noted yet."""
-        return any(self._silent.come(self._filled))
+    def has_any(self) -> bool:
+        """Whether gradients have arrived."""
+        return self.num_missing < len(self._filled) or self.take_silent()
 
     def take_silent(self) -> bool:
         """Note those gradients that have arrived without a word; returns whether there were any."""
         in_place, elsewhere = self._silent.come(self._filled)
+        elsewhere += [slot for slot in self._quiet if not self._filled[slot] and self.params[slot].grad is not None]
         for slot in (*in_place, *elsewhere):
             self._filled[slot] = True
         self.num_missing -= len(in_place) + len(elsewhere)
@@ -150,6 +158,9 @@ class Bucket:
         """
         for run in self._silent.keep() if keeps else self._silent.take_back():
             _scale_into(run, run, factor)
+        for slot in self._quiet & self._lent:
+            if self.params[slot].grad is not None:
+                self.put(slot, self.params[slot], factor)  # The rest of it.
         if not self._waiting:
             return
         params = [self.params[slot] for slot in self._waiting]
@@ -173,16 +184,23 @@ class Bucket:
         elif not _is(factor, 1.0):
             torch._foreach_mul_(views, factor)
 
-    def lend(self, slot: int) -> Tensor:
-        """Where to compute the gradient of a slot that has none yet, times the factor."""
+    def lend(self, slot: int) -> tuple[Tensor, bool]:
+        """Where to compute the gradient of a slot that has none yet, times the factor; and whether that is all.
+
+        Then it has arrived with that. Else it is to be the gradient that arrives.
+        """
         self._lent.add(slot)
-        return self.views[slot].detach()
+        if slot not in self._quiet:
+            return self.views[slot].detach(), False
+        self._filled[slot] = True
+        self.num_missing -= 1
+        return self.views[slot], True
 
     def can_lend(self, slot: int, operands: Sequence[Tensor]) -> bool:
         """Whether the slot is free, and large enough to be worth it, and none of the operands lies in a bucket."""
         if self.is_launched or self.waits[slot] or self._filled[slot] or slot in self._lent:
             return False
-        return all(operand.untyped_storage()._cdata != self._storage for operand in operands)
+        return not any(self._begin <= operand.data_ptr() < self._end for operand in operands)
 
     def awaits(self, slot: int) -> bool:
         """Whether the slot was lent, and nothing has arrived for it yet."""
@@ -202,14 +220,18 @@ class Bucket:
                 return  # It was added to the first.
             assert grad is not None
             view.add_(_dense(grad).to(view.dtype) * factor)
+            self.in_parts.add(slot)
         elif slot in self._lent and grad is not None:
             is_own = _lies_in(grad, view)
+            if slot in self._rows:
+                self.in_parts.add(slot)
             for rows, values in self._rows.pop(slot, ()):
                 grad.index_add_(0, rows, values * factor if is_own else values)
             if not is_own:
                 self.mixed.add(slot)
                 return  # More of it may come.
             self._arrived(slot)
+            self.alone.append(slot)
         else:
             self._arrived(slot)
             _scale_into(view, grad, factor)
@@ -219,7 +241,7 @@ class Bucket:
         """Whether the slot's gradient has arrived in this step."""
         if self._filled[slot] or slot in self.mixed:
             return True
-        is_silent = self.is_apart or slot in self._silent.numbers
+        is_silent = self.is_apart or slot in self._silent.numbers or slot in self._quiet
         grad = self.params[slot].grad
         return is_silent and grad is not None and grad is not self.views[slot]
 
@@ -261,7 +283,7 @@ class Bucket:
     def reset(self) -> None:
         """Ready for the next step."""
         self.num_missing = len(self.plan.slots)
-        self._num_awaited = self.num_missing - len(self._silent.numbers)
+        self._num_awaited = self.num_missing - len(self._silent.numbers) - len(self._quiet)
         self.is_launched = False
         self.is_settled = False
         """Whether the reduction is over and this worker has what it keeps of it."""
@@ -272,6 +294,10 @@ class Bucket:
         """By slot: rows that are to be added to what was computed there, and what to add to them."""
         self.mixed: set[int] = set()
         """Slots that were lent, and whose gradient is not just what was computed there."""
+        self.alone: list[int] = []
+        """Slots that were lent, and were then told of, and into which all of a gradient has come at once;"""
+        self.in_parts: set[int] = set()
+        """and those to which more of it has come."""
         self._waiting: list[int] = []
         self._silent.are_kept = False
 

@@ -9,6 +9,7 @@ from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
 from lockstep.replica.lending import is_power_of_two
 from lockstep.replica.pass_edges import PassEnd
+from lockstep.replica.standing_in import Loan
 from lockstep.replica.traffic import Traffic
 from lockstep.replica.weighing import Weighing
 
@@ -25,6 +26,10 @@ class SlotLender:
         """What lives until the pass has ended, well or badly."""
         self._mixed: set[int] = set()
         """Parameters whose slots are not lent any more."""
+        self._in_parts: set[int] = set()
+        """Those whose gradients have once come in parts."""
+        self.expected: set[int] = set()
+        """Parameters whose gradients are expected to be computed in their slots, all at once."""
 
     def open(self, step: int, end: "weakref.ref[PassEnd]") -> None:
         """The pass of `step` begins: its gradients travel, and come in an order that is known."""
@@ -34,7 +39,7 @@ class SlotLender:
         """It is over."""
         self._pass = None
 
-    def lend(self, index: int, param: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
+    def lend(self, index: int, param: Tensor, operands: Sequence[Tensor]) -> Loan | None:
         """See Lender. Called inside the backward pass, before that gradient arrives."""
         factor = self._weighing.factor
         if not self._is_open() or param.grad is not None or not is_power_of_two(factor):
@@ -45,7 +50,10 @@ class SlotLender:
         bucket, slot = place
         if bucket.views[slot].dtype is not param.dtype or not bucket.can_lend(slot, operands):
             return None
-        return (bucket.lend(slot), factor) if self._traffic.is_vacant(bucket, self._step) else None
+        if not self._traffic.is_vacant(bucket, self._step):
+            return None
+        view, is_all = bucket.lend(slot)
+        return view, factor, is_all
 
     def awaits_rows(self, index: int) -> bool:
         """See Lender."""
@@ -62,6 +70,13 @@ class SlotLender:
     def _is_open(self) -> bool:
         return self._pass is not None and self._pass() is not None
 
-    def learn_from(self, bucket: Bucket) -> None:
-        """Do not lend again what turned out to be only a part of a gradient."""
+    def learn_from(self, bucket: Bucket) -> bool:
+        """Do not lend again what turned out to be only a part; returns whether other gradients are expected now."""
+        if not (bucket.alone or bucket.in_parts or bucket.mixed):
+            return False
+        before = len(self.expected)
         self._mixed.update(bucket.indices[slot] for slot in bucket.mixed)
+        self._in_parts.update(bucket.indices[slot] for slot in bucket.in_parts)
+        self.expected.update(bucket.indices[slot] for slot in bucket.alone)
+        self.expected -= self._mixed | self._in_parts
+        return len(self.expected) != before

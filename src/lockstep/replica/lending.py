@@ -6,6 +6,8 @@ module itself, by one that gives the same bits, and whose backward asks the redu
     lend      the slot is free, and this pass is the one that sends: the product is computed there, and scaled by what
               gradients are to be multiplied by before they are added, in the same call
     taken     torch makes it `param.grad` as it is: nothing is left to do when it arrives
+    quiet     it was taken before, and all is sent at the end of the pass: autograd is given nothing, and no hook need
+              tell that it has arrived (see silent.py). If there is a rest, it is found and added at the end
     mixed     what arrives is something else, since the weight was used otherwise too: a sum of what was computed in
               the slot, scaled, and of the rest, which is not. It is put right at the end of the pass, when all of it
               has come (see `Bucket.fill_missing`), and that slot is not lent again
@@ -17,7 +19,7 @@ An embedding with the same weight leaves its part with the lender: see tied.py.
 
 On CPUs only: on a GPU a copy costs next to nothing. Calls that are anything but a plain product (autocast, functional
 transforms, tracing, other dtypes) go to torch's own forward. What cannot be seen from here are hooks on nodes of the
-graph: they are shown a gradient that is scaled, and one on the node that accumulates it must not change it. And
+graph: they are shown a gradient that is scaled, or none; one on the node that accumulates it must not change it. And
 `torch.jit.script` cannot read the forward that stands in: it is to be given a copy of the module.
 """
 
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from lockstep.replica.standing_in import CAN_ASK, Lender, StandIn
+from lockstep.replica.standing_in import CAN_ASK, Lender, Loan, StandIn
 from lockstep.replica.tied import Lookup, is_table
 
 LEAST_BYTES = 512 << 10
@@ -105,8 +107,8 @@ class Forward(StandIn):
             and self._lender() is not None
         )
 
-    def borrow(self, accumulate: Any, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
-        """The weight's slot and the scale for the backward pass that runs, in which `accumulate` is the next node."""
+    def borrow(self, accumulate: Any, operands: Sequence[Tensor]) -> Loan | None:
+        """The weight's slot, and how to use it, for the backward pass that runs; `accumulate` is the next node."""
         lender = self.lender_of(accumulate)
         return None if lender is None else lender.lend(self._index, self._weight, operands)
 
@@ -133,12 +135,13 @@ class _Product(torch.autograd.Function):
         )
 
 
-def _weight_grad(grad: Tensor, features: Tensor, ctx: Any) -> Tensor:
+def _weight_grad(grad: Tensor, features: Tensor, ctx: Any) -> Tensor | None:
     lent = ctx.borrow(ctx.next_functions[1][0], (grad, features))
     if lent is None:
         return grad.t().mm(features)
-    slot, scale = lent
-    return torch.addmm(slot, grad.t(), features, beta=0, alpha=scale, out=slot)
+    slot, scale, is_all = lent
+    torch.addmm(slot, grad.t(), features, beta=0, alpha=scale, out=slot)
+    return None if is_all else slot
 
 
 def is_power_of_two(scale: object) -> TypeGuard[float]:

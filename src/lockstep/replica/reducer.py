@@ -78,9 +78,11 @@ class Reducer:
             world, shared, buckets, placement, self._traffic, self.weighing, self.attendance, self._has_one_order
         )
         self._departures = Departures(world, buckets, self._traffic, self.weighing, partials)
-        self._silent = Silent(self._arrivals, buckets, shared.params, is_over=partials is not None)
         self.lender = SlotLender(buckets, self._traffic, self.weighing)
         """Who asks it for a slot may compute a gradient there."""
+        self._silent = Silent(
+            self._arrivals, buckets, shared.params, self.lender.expected, is_over=partials is not None
+        )
         self._prepare_buckets()
         # The pass in flight.
         self._syncs = True
@@ -244,7 +246,7 @@ class Reducer:
     def finish(self) -> None:
         """The backward pass has ended: send the rest, wait, hand out. Called by the engine."""
         self._disarm()
-        if self._has_arrived or any(bucket.has_silent() for bucket in self._buckets.all):
+        if self._has_arrived or any(bucket.has_any() for bucket in self._buckets.all):
             self._finish()
         else:  # The pass reached no parameter, as torch.autograd.grad for inputs.
             for bucket in self._buckets.all:
@@ -364,7 +366,7 @@ class Reducer:
             self._drop()
         self._is_handed_out = False
         for bucket in self._buckets.all:
-            self.lender.learn_from(bucket)
+            self._silent.is_due |= self.lender.learn_from(bucket)
             bucket.reset()
         self._departures.reset()
         self._spent_ns = 0

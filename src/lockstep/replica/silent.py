@@ -1,8 +1,9 @@
-"""Small gradients that arrive without a word: once the order of gradients is known, not each of them needs a hook.
+"""Gradients that arrive without a word: once the order of gradients is known, not each of them needs a hook.
 
 A hook costs more than the bytes of a small gradient, and nothing is done with it until its bucket leaves. So only large
-ones are heard of, and in each bucket the last one that is expected: then the others are looked for. That they are there
-is news only if they were not when the pass began. So all are heard of again, for good, as soon as
+ones are heard of, and in each bucket the last one that is expected: then the others are looked for. Where all is sent
+at the end of a pass, large ones that are computed in their slots (see lending.py) are not heard of either. That
+gradients are there is news only if they were not when the pass began. So all are heard of again, for good, as soon as
 
     gradients are there when a pass begins (they are zeroed in place, or not at all), or accumulated without being sent
     one comes in a later place than expected, or in portions: it is sent at the end of the pass, or in an extra round
@@ -12,7 +13,7 @@ cannot be noticed is a pass that comes to none of the output's tensors, and to n
 the module keeps to itself, of small parameters alone. Its gradients stay where they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch import Tensor
 
@@ -24,10 +25,20 @@ from lockstep.replica.buckets import Buckets
 class Silent:
     """The parameters of one replica of whose gradients nobody tells; none until the order is known."""
 
-    def __init__(self, arrivals: Arrivals, buckets: Buckets, params: Sequence[Tensor], *, is_over: bool) -> None:
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        buckets: Buckets,
+        params: Sequence[Tensor],
+        computed_in_place: Set[int],
+        *,
+        is_over: bool,
+    ) -> None:
         self._arrivals = arrivals
         self._buckets = buckets
         self._params = params
+        self._computed_in_place = computed_in_place
+        """Parameters whose gradients are expected to be; they change."""
         self._seen: dict[int, int] = {}
         """At which place each parameter's gradient comes."""
         self._indices: list[int] = []
@@ -47,19 +58,22 @@ class Silent:
         if self._is_over or not self._seen:
             return
         self._indices = []
+        in_place = frozenset[int]() if self._buckets.leave_early else self._computed_in_place
         for bucket in self._buckets.all:
-            slots = self._silent_slots(bucket)
-            bucket.silence(slots)
-            self._indices += [bucket.indices[slot] for slot in slots]
+            early = self._early_slots(bucket)
+            small = [slot for slot in early if bucket.waits[slot]]
+            quiet = [slot for slot in early if bucket.indices[slot] in in_place]
+            bucket.silence(small, quiet)
+            self._indices += [bucket.indices[slot] for slot in (*small, *quiet)]
         self._arrivals.silence(self._indices, receiver)
 
-    def _silent_slots(self, bucket: Bucket) -> list[int]:
+    def _early_slots(self, bucket: Bucket) -> list[int]:
+        """Those of whose gradients somebody may hear, and that come before another one."""
         last = max((self._seen.get(index, -1) for index in bucket.indices), default=-1)
         return [
             slot
             for slot, index in enumerate(bucket.indices)
-            if bucket.waits[slot]
-            and self._seen.get(index, last) < last
+            if self._seen.get(index, last) < last
             and index not in self._buckets.deferred
             and is_only_ours(bucket.params[slot])
         ]

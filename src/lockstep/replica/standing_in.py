@@ -16,11 +16,15 @@ CAN_ASK = _will_run is not None
 """Whether torch says what a backward pass is going to do."""
 
 
+Loan = tuple[Tensor, float, bool]
+"""A slot, what its gradient is to be multiplied by, and whether that is all: autograd is to be given nothing."""
+
+
 class Lender(Protocol):
     """Who has slots."""
 
-    def lend(self, index: int, param: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, float] | None:
-        """The slot of parameter `index` and what its gradient is to be multiplied by; None if it cannot be had now.
+    def lend(self, index: int, param: Tensor, operands: Sequence[Tensor]) -> Loan | None:
+        """The slot of parameter `index`; None if it cannot be had now.
 
         It is no part of the operands that the gradient is computed from.
         """
