@@ -10,7 +10,6 @@
 A bucket does not know in which order buckets are launched: that is the reducer's.
 """
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ SMALL_BYTES = 16 << 10
 """Gradients up to here are copied into their bucket together: 23,500 instructions each instead of 38,800, all else as
 it was then (`bench/hot_path.py --count`). They are kept until the bucket leaves, so they must be small."""
 
-_grad_of = operator.attrgetter("grad")
 _address_of = Tensor.data_ptr
 
 Factor = float | Tensor
@@ -63,6 +61,8 @@ class Bucket:
         self._silent = SilentSlots((), (), (), (), self.flat)
         self._quiet: frozenset[int] = frozenset()
         """Slots of whose gradients nobody tells, since they are computed there."""
+        self._others: Sequence[int] = range(len(self.params))
+        """Slots that are not silent."""
         self.previous: Bucket | None = None
         """The bucket that uses the same memory before this one in every pass."""
         self.work: Any = None
@@ -94,6 +94,8 @@ class Bucket:
         """
         self._silent = SilentSlots(slots, self.plan.slots, self.params, self.views, self.flat)
         self._quiet = frozenset(quiet)
+        silent = frozenset(slots)
+        self._others = [slot for slot in range(len(self.params)) if slot not in silent]
         self.reset()
 
     def offer(self) -> None:
@@ -270,10 +272,13 @@ class Bucket:
         if self._silent.are_kept and not all(used):
             for slot in [slot for slot in self._silent.numbers if not used[self.indices[slot]]]:
                 self.params[slot].grad = None
-        # Most have theirs, and are passed over without a step of Python's.
-        have_theirs = map(operator.is_, map(_grad_of, self.params), self.views)
-        for slot in [slot for slot, has in enumerate(have_theirs) if not has and used[self.indices[slot]]]:
-            self.params[slot].grad = self.views[slot]
+        elif self._silent.are_kept and self._silent.have_all_come:  # As nearly always: they have theirs.
+            for slot in self._others:
+                self.params[slot].grad = self.views[slot]
+            return
+        for slot, param in enumerate(self.params):
+            if used[self.indices[slot]] and param.grad is not self.views[slot]:
+                param.grad = self.views[slot]
 
     def launch(self, send: Launch) -> None:
         """Hand the buffer to the backend."""
@@ -299,7 +304,7 @@ class Bucket:
         self.in_parts: set[int] = set()
         """and those to which more of it has come."""
         self._waiting: list[int] = []
-        self._silent.are_kept = False
+        self._silent.are_kept = self._silent.have_all_come = False
 
     # What a communication hook sees: the names of torch's GradBucket.
 

@@ -179,7 +179,7 @@ class Reducer:
         if not self._syncs:
             return
         self._prepare_buckets()
-        if self._silent.found():
+        if self._silent.has_any():
             self._silent.end(self)
         self._placement.begin()
         self._placement.reduction.begin()

@@ -13,6 +13,8 @@ cannot be noticed is a pass that comes to none of the output's tensors, and to n
 the module keeps to itself, of small parameters alone. Its gradients stay where they are.
 """
 
+import itertools
+import operator
 from collections.abc import Sequence, Set
 
 from torch import Tensor
@@ -20,6 +22,8 @@ from torch import Tensor
 from lockstep.replica.arrivals import Arrivals, Receiver, is_only_ours
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.buckets import Buckets
+
+_grad_of = operator.attrgetter("grad")
 
 
 class Silent:
@@ -42,6 +46,8 @@ class Silent:
         self._seen: dict[int, int] = {}
         """At which place each parameter's gradient comes."""
         self._indices: list[int] = []
+        self._chosen: list[Tensor] = []
+        """The parameters of these numbers."""
         self._is_over = is_over
         """Whether all are heard of for good."""
         self.is_due = False
@@ -65,6 +71,7 @@ class Silent:
             quiet = [slot for slot in early if bucket.indices[slot] in in_place]
             bucket.silence(small, quiet)
             self._indices += [bucket.indices[slot] for slot in (*small, *quiet)]
+        self._chosen = [self._params[index] for index in self._indices]
         self._arrivals.silence(self._indices, receiver)
 
     def _early_slots(self, bucket: Bucket) -> list[int]:
@@ -78,15 +85,18 @@ class Silent:
             and is_only_ours(bucket.params[slot])
         ]
 
+    def has_any(self) -> bool:
+        """Whether one has a gradient now."""
+        return not all(map(operator.is_, map(_grad_of, self._chosen), itertools.repeat(None)))
+
     def found(self) -> set[int]:
         """Those that have a gradient now."""
-        params = self._params
-        return {index for index in self._indices if params[index].grad is not None}
+        return {index for index, param in zip(self._indices, self._chosen, strict=True) if param.grad is not None}
 
     def end(self, receiver: Receiver) -> None:
         """Let all be heard of again: between two passes, or before the first gradient of one."""
         if self._indices:
-            self._indices = []
+            self._indices, self._chosen = [], []
             for bucket in self._buckets.all:
                 bucket.silence(())
             self._arrivals.silence((), receiver)

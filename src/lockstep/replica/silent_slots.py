@@ -46,6 +46,8 @@ class SilentSlots:
         """Of the slots when they were offered; None while they are not."""
         self.are_kept = False
         """Whether parameters have kept them when the bucket has left."""
+        self.have_all_come = False
+        """Whether all gradients were found in their slots."""
 
     def offer(self) -> None:
         """Let autograd add to the slots themselves. No parameter has a gradient, and nobody uses the memory."""
@@ -60,7 +62,8 @@ class SilentSlots:
         before, grads = self._versions, list(map(_grad_of, self._params))
         if before is None:
             return [], [n for n, grad in zip(self.numbers, grads, strict=True) if grad is not None and not taken[n]]
-        if self._have_all_come(grads, before) and not any(map(taken.__getitem__, self.numbers)):
+        if self._are_all_new(grads, before) and not any(map(taken.__getitem__, self.numbers)):
+            self.have_all_come = True
             return list(self.numbers), []
         found: tuple[list[int], list[int]] = [], []
         for number, grad, view, version in zip(self.numbers, grads, self._views, before, strict=True):
@@ -68,7 +71,7 @@ class SilentSlots:
                 found[grad is not view].append(number)
         return found
 
-    def _have_all_come(self, grads: Sequence[Tensor | None], before: Sequence[int]) -> bool:
+    def _are_all_new(self, grads: Sequence[Tensor | None], before: Sequence[int]) -> bool:
         """As nearly always, and seen by the shortest way."""
         have_slots = all(map(operator.is_, grads, self._views))
         return have_slots and all(map(operator.ne, map(_version_of, self._views), before))
