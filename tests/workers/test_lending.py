@@ -5,16 +5,18 @@ import copy
 import gc
 import hashlib
 import pickle
+import random
 
 import pytest
 import torch
+from amount import some
 from crowded import crowded
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.replica import lending
+from lockstep.replica import bucket, lending
 
 STEPS, CHANGES_AT = 6, 3
 NEVER = 1 << 40
@@ -117,7 +119,7 @@ def _train(world, way, cap_mb):
             if step == STEPS - 1:
                 optimizer.zero_grad()  # Else what was accumulated has its own memory, and nothing is lent.
         if way.startswith("void") and step == CHANGES_AT:
-            fail_once(world, model, x)
+            fail_once(world, model, x, net.first.bias)
         with torch.autocast("cpu", torch.float16) if way == "autocast" else contextlib.nullcontext():
             loss = model(x)
         if net.is_changed and way == "regularised":
@@ -156,9 +158,9 @@ def count_loans(reducer):
     return lent
 
 
-def fail_once(world, model, x):
-    """A pass that fails on worker 1 when all gradients but those of the first layers have come."""
-    hook = model.module.first.bias.register_hook(fail) if world.rank == 1 else None
+def fail_once(world, model, x, param):
+    """A pass that fails on worker 1 at the gradient of a parameter."""
+    hook = param.register_hook(fail) if world.rank == 1 else None
     with pytest.raises(ArithmeticError if world.rank == 1 else lockstep.StepVoid):
         model(x).backward()
     if hook is not None:
@@ -210,6 +212,109 @@ def test_a_weight_that_is_used_otherwise_too_is_not_lent_again(started_pool, way
         assert (max(num_quiet) > 0) == way.startswith("late_")
         assert (num_lent[:3], num_lent[-1]) == ([0, 2, 2], 0)
         assert num_lent[3] > 0
+
+
+def mix(world, seed, stage, cap_mb, is_told):
+    """Steps that each do something else; the gradients of each, and how many slots were lent quietly in all.
+
+    is_told: every gradient is told of, and copied.
+    """
+    before = lending.LEAST_BYTES, bucket.SMALL_BYTES
+    lending.LEAST_BYTES, bucket.SMALL_BYTES = (NEVER, 0) if is_told else (1 << 10, bucket.SMALL_BYTES)
+    try:
+        with crowded(world):
+            return _mix(world, random.Random(seed), stage, cap_mb)
+    finally:
+        lending.LEAST_BYTES, bucket.SMALL_BYTES = before
+
+
+def _mix(world, chance, stage, cap_mb):
+    torch.manual_seed(1)
+    layers = nn.ModuleList(nn.Linear(96, 96, bias=number % 2 == 0) for number in range(4))
+    head = nn.Linear(96, 2)
+    net = Mixed(layers, head)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    split = {"optimizer": optimizer, "zero": stage} if stage else {}
+    model = lockstep.DataParallel(net, bucket_cap_mb=cap_mb, **split)
+    lent = count_loans(model._reducer)
+    generator = torch.Generator().manual_seed(world.rank)
+    found = []
+    for step in range(MIXED_STEPS):
+        net.calls = [(0, "call"), (1, "call"), (2, "call"), (3, "call")]
+        changes = chance.sample(CHANGES, chance.choice((0, 0, 1, 2))) if step > 3 else []
+        number = chance.randrange(4)
+        hook = None
+        for change in changes:
+            if change in ("call", "functional", "nested", "checkpointed"):
+                net.calls.insert(chance.randrange(5), (number, change))
+            elif change in ("skip", "skip_and_penalty"):
+                net.calls = [call for call in net.calls if call[0] != number]
+            elif change == "skip_here" and world.rank == 0:
+                net.calls = net.calls[1:]
+            elif change == "hook":
+                hook = layers[number].weight.register_hook(lambda grad: grad * 2)
+        x = torch.randn(16, 96, generator=generator)
+        if "no_sync" in changes:
+            with model.no_sync():
+                model(x).backward()
+        if "fail" in changes:
+            is_skipped = any("skip" in change for change in changes)
+            fail_once(world, model, x, head.weight if is_skipped else layers[number].weight)
+            optimizer.zero_grad()
+        loss = model(x)
+        if "penalty" in changes or "skip_and_penalty" in changes:
+            params = [*layers[number].parameters()][chance.choice((0, -1)) :]
+            loss = loss + 1e-2 * (1 + world.rank) * sum(param.square().sum() for param in params)
+        if "asked_for" in changes and "nested" not in changes:  # torch refuses that.
+            torch.autograd.grad(loss, layers[number].weight, retain_graph=True, allow_unused=True)
+        loss.backward(retain_graph="again" in changes)
+        if "again" in changes and "nested" not in changes:
+            loss.backward()
+        if hook is not None:
+            hook.remove()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in optimizer.param_groups[0]["params"]]
+        found.append((changes, grads))
+        optimizer.zero_grad(set_to_none="zeroed_in_place" not in changes)
+    return found, sum(lent)
+
+
+CHANGES = [
+    "call", "functional", "nested", "checkpointed", "skip", "skip_here", "hook", "penalty", "asked_for", "again",
+    "fail", "no_sync", "zeroed_in_place", "skip_and_penalty",
+]  # fmt: skip
+MIXED_STEPS = 24
+
+
+class Mixed(nn.Module):
+    def __init__(self, layers, head):
+        super().__init__()
+        self.layers, self.head, self.calls = layers, head, []
+
+    def forward(self, x):
+        for number, how in self.calls:
+            layer = self.layers[number]
+            if how == "functional":
+                x = torch.tanh(nn.functional.linear(x, layer.weight))
+            elif how in ("nested", "checkpointed"):
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=how == "nested" and x.requires_grad))
+            else:
+                x = torch.tanh(layer(x))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("stage, cap_mb", [(0, None), (1, None), (3, None), (0, 0.06)])
+@pytest.mark.parametrize("seed", some((2, 5), range(30)))
+def test_steps_that_each_do_something_else(started_pool, seed, stage, cap_mb):
+    """Without a cap all is sent at the end of a pass."""
+    lent = started_pool.run(2, mix, seed, stage, cap_mb, False)
+    copied = started_pool.run(2, mix, seed, stage, cap_mb, True)
+    for (mine, num_quiet), (theirs, _) in zip(lent, copied, strict=True):
+        assert (num_quiet > 0) == (cap_mb is None)
+        for step, ((changes, grads), (_, expected)) in enumerate(zip(mine, theirs, strict=True)):
+            for number, (grad, wanted) in enumerate(zip(grads, expected, strict=True)):
+                torch.testing.assert_close(
+                    grad, wanted, rtol=1e-4, atol=1e-6, msg=lambda m: f"{step} {changes} {number}: {m}"
+                )
 
 
 def test_nothing_is_lent_where_the_scale_is_no_power_of_two(started_pool):

@@ -180,6 +180,8 @@ class Reducer:
             return
         self._prepare_buckets()
         if self._silent.has_any():
+            # They were there before the pass, or nothing has told of it before they came: they are sent either way.
+            self._touched |= self._silent.found()
             self._silent.end(self)
         self._placement.begin()
         self._placement.reduction.begin()
@@ -202,7 +204,7 @@ class Reducer:
             self._touched.add(index)
             return
         if self._armed is None:
-            self._begin_late()
+            self.begin()
         self._has_arrived = True
         if self._observed is not None:
             self._observed.append(index)
@@ -232,11 +234,6 @@ class Reducer:
     def hear_all(self) -> None:
         """Nothing will tell of the next pass before its gradients do: let each of them."""
         self._silent.end(self)
-
-    def _begin_late(self) -> None:
-        """Nothing told of the pass before its gradients: those that came without a word count as having come."""
-        self._touched |= self._silent.found()
-        self.begin()
 
     def _is_in_rows(self, index: int) -> bool:
         return self._rows is not None and index in self._rows.active

@@ -10,7 +10,7 @@ gradients are there is news only if they were not when the pass began. So all ar
 
 Each worker decides for itself. So it is too where the output has no tensor by which a pass could be heard of. What
 cannot be noticed is a pass that comes to none of the output's tensors, and to no parameter but silent ones: a loss that
-the module keeps to itself, of small parameters alone. Its gradients stay where they are.
+the module keeps to itself, of few parameters. Its gradients stay where they are until the next pass.
 """
 
 import itertools
