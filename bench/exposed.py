@@ -30,6 +30,8 @@ import lockstep
 
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 """For glibc. Else steps that keep their gradients, and do not send them, get new pages for them each time."""
+NOT_COUNTED = 4
+"""First steps of each kind, in which buckets are laid out."""
 
 
 def main() -> None:
@@ -91,9 +93,9 @@ def _meet(world: lockstep.World) -> None:
 
 
 def _print(where: str, taken: dict[bool, list[float]], steps: list[dict[str, Any]]) -> None:
-    """The first steps, in which buckets are laid out, count for nothing."""
-    difference = median(taken[True][4:]) - median(taken[False][4:])
-    mine = [step["workers"][0] for step in steps[8:] if step["workers"][0]["shares_ms"]["exposed"] > 0]
+    """What was found; without the first steps."""
+    difference = median(taken[True][NOT_COUNTED:]) - median(taken[False][NOT_COUNTED:])
+    mine = [step["workers"][0] for step in steps[2 * NOT_COUNTED :] if step["workers"][0]["shares_ms"]["exposed"] > 0]
     found = [each["shares_ms"]["exposed"] for each in mine]
     waiting = median(each["shares_ms"]["waiting"] for each in mine)
     apart = max(abs(sum(each["shares_ms"].values()) / each["wall_ms"] - 1) for each in mine)
@@ -113,7 +115,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences per worker and step (default 4)")
     parser.add_argument("--context", type=int, help="tokens per sequence (default 128, on a GPU 1024)")
     parser.add_argument("--steps", type=int, default=16, help="of each kind (default 16)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps <= NOT_COUNTED:
+        parser.error(f"--steps {options.steps}: the first {NOT_COUNTED} of each kind count for nothing, so take more.")
+    return options
 
 
 if __name__ == "__main__":
