@@ -37,7 +37,18 @@ TOLD = {"accumulated", "half", *COPIED} - {"hooked_later"}
 MIXED = ["twice", "regularised", "functional", "void_twice", "void_twice_zero1"]
 """Ways in which a weight is found to be used otherwise too, from step 3 on."""
 
-LATE = [f"late_{way}" for way in [*LENT, *PARTLY_LENT, *COPIED]]
+LATE_WAYS = [
+    "plain",
+    "recomputed",
+    "nested",
+    "hook",
+    "zero1",
+    "zero3",
+    "unused_later",
+    "hooked_later",
+    "zeroed_in_place",
+]
+LATE = [f"late_{way}" for way in some(LATE_WAYS, [*LENT, *PARTLY_LENT, *COPIED])]
 """The same where all is sent at the end of a pass, since no core is free."""
 
 

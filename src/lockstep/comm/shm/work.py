@@ -107,9 +107,9 @@ class ShmWork(dist.Work):
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
         """Mark as done, well or with `error`; `source` is the rank that a message came from."""
-        future = self.conclude(error, source)
-        if future is not None:
-            self.settle(future)
+        end = self.conclude(error, source)
+        if end is not None:
+            self.settle(end)
 
     def conclude(self, error: BaseException | None = None, source: int = -1) -> "torch.futures.Future[None] | None":
         """As `finish`, but for those who want to be called: returns what is to be settled for them, if any do."""
