@@ -48,7 +48,7 @@ LATE_WAYS = [
     "hooked_later",
     "zeroed_in_place",
 ]
-LATE = [f"late_{way}" for way in some(LATE_WAYS, [*LENT, *PARTLY_LENT, *COPIED])]
+LATE = [f"late_{way}" for way in some(FEW_LATE, [*LENT, *PARTLY_LENT, *COPIED])]
 """The same where all is sent at the end of a pass, since no core is free."""
 
 
