@@ -37,17 +37,9 @@ TOLD = {"accumulated", "half", *COPIED} - {"hooked_later"}
 MIXED = ["twice", "regularised", "functional", "void_twice", "void_twice_zero1"]
 """Ways in which a weight is found to be used otherwise too, from step 3 on."""
 
-LATE_WAYS = [
-    "plain",
-    "recomputed",
-    "nested",
-    "hook",
-    "zero1",
-    "zero3",
-    "unused_later",
-    "hooked_later",
-    "zeroed_in_place",
-]
+FEW_LATE = [
+    "plain", "recomputed", "nested", "hook", "zero1", "zero3", "unused_later", "hooked_later", "zeroed_in_place",
+]  # fmt: skip
 LATE = [f"late_{way}" for way in some(FEW_LATE, [*LENT, *PARTLY_LENT, *COPIED])]
 """The same where all is sent at the end of a pass, since no core is free."""
 
