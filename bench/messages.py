@@ -120,6 +120,8 @@ def main() -> None:
         "--crews", type=int, default=1, help="how often workers are started anew (default: %(default)s)"
     )
     options = parser.parse_args()
+    if min(options.rounds, options.crews) < 1:
+        parser.error(f"--rounds {options.rounds} --crews {options.crews}: take at least one of each.")
     found: dict[str, list[dict[str, Any]]] = {workload: [] for workload in options.workload}
     for _ in range(options.crews):
         for workload, crews in found.items():

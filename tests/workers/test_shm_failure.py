@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -148,9 +148,13 @@ def wrap(way, pg):
     if way == "fsdp":
         return fully_shard(model, mesh=DeviceMesh.from_group(pg, "cpu"))
     options = {"static_graph": True} if way == "static_graph" else {}
-    model = DistributedDataParallel(model, process_group=pg, bucket_cap_mb=0.3, **options)
+    cap_mb = 25 if way == "power_sgd" else 0.3  # One bucket: see docs/shared_memory.md.
+    model = DistributedDataParallel(model, process_group=pg, bucket_cap_mb=cap_mb, **options)
     if way == "hook":
         model.register_comm_hook(pg, default_hooks.allreduce_hook)
+    elif way == "power_sgd":  # Whose callbacks start operations of their own, and wait for them.
+        state = powerSGD_hook.PowerSGDState(pg, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif way == "builtin":
         model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     return model
@@ -170,7 +174,7 @@ def torch_loses_a_worker(world, way, threads):
 
 
 @pytest.mark.parametrize("threads", (1, 2))
-@pytest.mark.parametrize("way", ("default", "hook", "builtin", "static_graph", "fsdp"))
+@pytest.mark.parametrize("way", ("default", "hook", "power_sgd", "builtin", "static_graph", "fsdp"))
 def test_a_killed_worker_is_named_by_what_torch_wraps_too(way, threads):
     """One thread: what DDP starts is left for the end of the pass, if there is no core to spare. Two: it never is."""
     pool = Survivor(2)
