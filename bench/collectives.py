@@ -10,7 +10,8 @@ in place   backend shm on memory from `shm.allocate`: nothing is staged
 staged     backend shm on ordinary tensors
 copy       each worker copies as many bytes from one place in its memory to another, both at once: what memory allows
 
-reduce_scatter puts the result elsewhere; all_gather finds each worker's part in its place in the whole.
+reduce_scatter puts the result elsewhere; all_gather finds each worker's part in its place in the whole; all_reduce_async
+is started with async_op=True and waited for at once.
 
 Small operations are repeated within a round, so that a round is long enough to be timed. Printed are medians of the
 per-round ratios with 95 % bootstrap intervals, and whether what docs/benchmarks.md claims holds.
@@ -33,9 +34,7 @@ from lockstep.bench.interleave import Estimate
 from lockstep.comm import shm
 
 ROUND_BYTES = 64 << 20
-"""reduce_scatter puts the result elsewhere; all_gather finds each worker's part in its place in the whole.
-
-Small operations are repeated until a round of one variant moves about this much."""
+"""Small operations are repeated until a round of one variant moves about this much."""
 MOST_REPEATS = 200
 MB = 1 << 20
 
@@ -53,6 +52,7 @@ def _own(whole: Tensor, group: Any) -> Tensor:
 
 OPS: dict[str, Run] = {
     "all_reduce": lambda whole, _part, group: dist.all_reduce(whole, group=group),
+    "all_reduce_async": lambda whole, _part, group: dist.all_reduce(whole, group=group, async_op=True).wait(),
     "reduce_scatter": lambda whole, part, group: _REDUCE_SCATTER(part, whole, group=group),
     "all_gather": lambda whole, part, group: _ALL_GATHER(whole, _own(whole, group), group=group),
 }

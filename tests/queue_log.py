@@ -14,7 +14,7 @@ class Log:
         self.is_busy = False
 
     def operation(self, number, seconds=0.0):
-        def operate(spin):
+        def operate():
             assert not self.is_busy, "two at once"
             self.is_busy = True
             time.sleep(seconds)

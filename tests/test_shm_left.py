@@ -88,7 +88,8 @@ def test_a_look_at_the_work_has_it_carried_out_at_once(look):
         work = queue.submit("submit", log.operation(0), [])
         while not getattr(work, look)() and look == "is_completed":
             time.sleep(0.001)
-        assert (log.done, log.threads) == ([0], {"lockstep-test"})
+        assert log.done == [0]
+        assert (log.threads == {"lockstep-test"}) == (look == "is_completed"), "who waits carries it out"
 
     backward(start)
     assert log.done == [0]
@@ -115,7 +116,7 @@ def test_who_waits_for_a_future_in_the_pass_gets_it_and_soon_nothing_is_left_any
 def test_somebody_has_an_eye_on_the_time_though_another_is_at_an_operation(impatient):
     queue, log, is_in, may_end = make_queue(leaves=True), Log(), threading.Event(), threading.Event()
 
-    def block(spin):
+    def block():
         is_in.set()
         may_end.wait(5)
 
@@ -217,7 +218,7 @@ def test_an_operation_may_wait_for_those_before_it():
 
     def start():
         works = [queue.submit("submit", log.operation(number), []) for number in range(2)]
-        queue.submit("coalesced", lambda _: (await_all(works), log.done.append("all")), [])
+        queue.submit("coalesced", lambda: (await_all(works), log.done.append("all")), [])
 
     backward(start)
     assert log.done == [0, 1, "all"]
@@ -227,7 +228,7 @@ def test_an_operation_may_wait_for_those_before_it():
 def test_an_error_goes_to_who_waits():
     queue, futures = make_queue(leaves=True), []
 
-    def fail(spin):
+    def fail():
         raise LockstepError("it failed")
 
     backward(lambda: futures.append(queue.submit("submit", fail, []).get_future()))
@@ -240,7 +241,7 @@ def test_an_interrupt_comes_out_of_the_pass():
     queue = queue_module.Queue("lockstep-test", lambda _: LockstepError("broken"), can_be_helped=True, leaves=True)
     works = []
 
-    def interrupt(spin):
+    def interrupt():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -6,15 +6,23 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from queue_log import Log, make_queue
 
 from lockstep.comm.shm.queue import Queue
-from lockstep.comm.shm.work import await_all, waited_for
+from lockstep.comm.shm.work import ShmWork, await_all, waited_for
 from lockstep.errors import LockstepError, UsageError
 
 NUM_OPERATIONS = 150
+
+
+def until(condition):
+    give_up = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -64,17 +72,63 @@ def test_who_waits_carries_it_out():
     assert (log.done, log.threads) == ([0, 1, 2], {"MainThread"})
 
 
-@pytest.mark.parametrize("look", ["wait", "result", "synchronize", "is_completed", "is_success", "get_future"])
-def test_any_look_wakes_the_thread(look):
+def wait_for_a_second(work):
+    work.wait(timedelta(seconds=1))
+
+
+BLOCKING = [ShmWork.wait, ShmWork.result, ShmWork.synchronize]
+LOOKS = [wait_for_a_second, ShmWork.is_completed, ShmWork.is_success, ShmWork.get_future]
+
+
+@pytest.mark.parametrize("look", [*BLOCKING, *LOOKS])
+@pytest.mark.parametrize("says_so", [True, False])
+def test_who_waits_carries_it_out_and_any_other_look_wakes_a_thread(look, says_so, monkeypatch):
+    monkeypatch.setattr("lockstep.comm.shm.queue.GRACE_S", 60.0)
     queue, log = make_queue(), Log()
-    with waited_for():
+    with waited_for() if says_so else contextlib.nullcontext():
         work = queue.submit("submit", log.operation(0), [])
-    getattr(work, look)()
-    for _ in range(500):
-        if log.done:
-            break
-        time.sleep(0.01)
-    assert (log.done, log.threads) == ([0], {"lockstep-test"})
+    look(work)
+    until(lambda: log.done)
+    assert log.threads == {"MainThread" if look in BLOCKING else "lockstep-test"}
+    queue.close()
+
+
+def test_a_thread_takes_what_nobody_waits_for(monkeypatch):
+    monkeypatch.setattr("lockstep.comm.shm.queue.GRACE_S", 0.05)
+    queue, log = make_queue(), Log()
+    for number in range(3):
+        begin = time.monotonic()
+        queue.submit("submit", log.operation(2 * number), [])
+        queue.submit("submit", log.operation(2 * number + 1), [])
+        until(lambda number=number: len(log.done) == 2 * number + 2)
+        assert 0.04 < time.monotonic() - begin < 1
+    assert log.threads == {"lockstep-test"}
+    queue.close()
+
+
+def test_who_starts_and_waits_over_and_over_does_not_wake_a_thread_each_time(monkeypatch):
+    monkeypatch.setattr("lockstep.comm.shm.queue.GRACE_S", 0.2)
+    queue, log = make_queue(), Log()
+    queue.submit("submit", log.operation(0), []).wait()
+    time.sleep(0.05)  # The thread has come too late, and rests for a moment.
+    monkeypatch.setattr(queue, "_wake", lambda: pytest.fail("woken"))
+    for number in range(1, 100):
+        queue.submit("submit", log.operation(number), []).wait()
+    monkeypatch.undo()
+    queue.submit("submit", log.operation(100), [])
+    until(lambda: len(log.done) == 101)
+    assert log.done == list(range(101))
+    queue.close()
+
+
+def test_a_wait_in_what_is_called_at_the_end_of_a_work_carries_nothing_out():
+    queue, log = make_queue(), Log()
+    first = queue.submit("submit", log.operation(0), [])
+    second = queue.submit("submit", log.operation(1), [])
+    called = []
+    future = first.get_future().then(lambda _: (second.wait(), called.append(threading.current_thread().name)))
+    future.wait()
+    assert log.done == [0, 1] and log.threads == {"lockstep-test"} and called == ["lockstep-test"]
     queue.close()
 
 
@@ -106,7 +160,7 @@ def test_nobody_helps_while_another_is_at_it():
 def test_errors_come_where_they_are_waited_for():
     queue, log = make_queue(), Log()
 
-    def fail(spin):
+    def fail():
         raise LockstepError("it failed")
 
     with waited_for():
@@ -120,7 +174,7 @@ def test_errors_come_where_they_are_waited_for():
 
 
 def test_an_interrupt_is_the_callers_own():
-    def interrupt(spin):
+    def interrupt():
         raise KeyboardInterrupt
 
     queue = Queue("lockstep-test", lambda error: LockstepError("broken"), can_be_helped=True)
@@ -137,7 +191,7 @@ def test_what_a_signal_handler_raises_comes_out_as_it_is():
     before = signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
     try:
         with waited_for():
-            work = queue.submit("submit", lambda spin: signal.raise_signal(signal.SIGALRM), [])
+            work = queue.submit("submit", lambda: signal.raise_signal(signal.SIGALRM), [])
         with pytest.raises(ZeroDivisionError):
             work.help(lambda: None)
     finally:
@@ -149,7 +203,7 @@ def test_what_a_signal_handler_raises_comes_out_as_it_is():
 def test_an_operation_inside_another_is_refused_and_does_not_hang():
     queue, log, found = make_queue(), Log(), []
 
-    def operate(spin):
+    def operate():
         """As a signal handler that interrupts an operation, and calls a collective."""
         later = queue.submit("submit", log.operation(1), [])
         for attempt in (lambda: queue.run("run", log.operation(2), []), later.wait):
@@ -184,8 +238,8 @@ def test_who_helps_does_what_it_has_to_now_and_then():
     calls = []
     queue = make_queue()
 
-    def operate(spin):
-        assert spin, "somebody waits"
+    def operate():
+        assert queue.is_awaited(), "somebody waits"
         queue.between()
         queue.between()
 
@@ -194,6 +248,30 @@ def test_who_helps_does_what_it_has_to_now_and_then():
     work.help(lambda: calls.append(1))
     queue.between()
     assert len(calls) == 2
+
+
+def test_an_operation_is_awaited_while_somebody_blocks_for_it():
+    """Only then may it look at a word before it sleeps: elsewhere its core is wanted for something else."""
+    queue, is_in, may_end = make_queue(), threading.Event(), threading.Event()
+
+    def operate():
+        is_in.set()
+        may_end.wait(5)
+        until(queue.is_awaited)
+
+    work, behind = queue.submit("submit", operate, []), queue.submit("submit", lambda: None, [])
+    is_in.wait(5)
+    assert not queue.is_awaited()
+    with pytest.raises(LockstepError, match="not done"):
+        behind.wait(timedelta(microseconds=1))
+    assert not queue.is_awaited()
+    may_end.set()
+    behind.wait()
+    assert work.is_success()
+    awaited = []
+    queue.run("run", lambda: awaited.append(queue.is_awaited()), [])
+    assert awaited == [True]
+    queue.close()
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -239,8 +317,8 @@ def test_an_operation_may_wait_for_one_that_is_about_to_be_done():
     queue = make_queue()
     try:
         for _ in range(10_000):
-            works = [queue.submit("submit", lambda _: None, []) for _ in range(3)]
-            closing = queue.submit("coalesced", lambda _, works=works: await_all(works), [])
+            works = [queue.submit("submit", lambda: None, []) for _ in range(3)]
+            closing = queue.submit("coalesced", lambda works=works: await_all(works), [])
             closing.help(lambda: None)
             closing.wait()
     finally:
@@ -251,7 +329,7 @@ def test_an_operation_may_wait_for_one_that_is_about_to_be_done():
 def test_closing_while_somebody_is_at_an_operation_and_something_sleeps():
     queue, log, is_in = make_queue(), Log(), threading.Event()
     queue.submit("submit", log.operation(0), []).wait()
-    other = threading.Thread(target=lambda: queue.run("run", lambda _: (is_in.set(), time.sleep(0.2)), []), daemon=True)
+    other = threading.Thread(target=lambda: queue.run("run", lambda: (is_in.set(), time.sleep(0.2)), []), daemon=True)
     other.start()
     is_in.wait(5)
     with waited_for():

@@ -41,7 +41,7 @@ class ThreadCarrier:
     def carry_out(self, operate: Callable[[], object]) -> Any:
         """See Carrier."""
 
-        def operation(_: bool) -> None:
+        def operation() -> None:
             operate()
 
         return self._queue.submit("a reduction", operation, [])

@@ -59,7 +59,7 @@ class GroupBase(TorchGroup):  # type: ignore[misc]  # Any, see above
         self._mail = Mail(self._board, control, rings_at)
         is_full = len(os.sched_getaffinity(0)) <= size
         self._queue = Queue("lockstep-shm", self._board.fail, can_be_helped=True, leaves=is_full)
-        self._board.between = self._queue.between
+        self._board.between, self._board.is_awaited = self._queue.between, self._queue.is_awaited
         self._reductions: dict[tuple[int, torch.dtype], Reduction] = {}
         self._coalescing: list[ShmWork] | None = None
         self._nccl: Any = None
@@ -84,7 +84,7 @@ class GroupBase(TorchGroup):  # type: ignore[misc]  # Any, see above
         num_bytes = max(numel, 1) * dtype.itemsize
         opened: list[Segment] = []
 
-        def open_next(_: bool) -> None:
+        def open_next() -> None:
             opened.append(
                 open_segment(
                     key, num_bytes, store=self._store, rank=self._rank, size=self._size, watch=watch, slices=slices
@@ -103,8 +103,8 @@ class GroupBase(TorchGroup):  # type: ignore[misc]  # Any, see above
     def add_along(self, tree: ShardTree, lanes: Tensor, cuts: Sequence[tuple[int, int]], out: Tensor | None) -> ShmWork:
         """Start adding everybody's lanes along `tree`, see comm/ordered.py; returns what to wait for."""
 
-        def operate(spin: bool) -> None:
-            self._reducing.add_along(lanes, tree.contributions, tree.sums, cuts, out, spin=spin)
+        def operate() -> None:
+            self._reducing.add_along(lanes, tree.contributions, tree.sums, cuts, out)
 
         return self._queue.submit("add_along", operate, [lanes])
 
@@ -183,7 +183,7 @@ class GroupBase(TorchGroup):  # type: ignore[misc]  # Any, see above
 
     # Carrying out
 
-    def _do(self, name: str, operation: Callable[[bool], None], outputs: Any, options: Any) -> ShmWork:
+    def _do(self, name: str, operation: Callable[[], None], outputs: Any, options: Any) -> ShmWork:
         """Carry out now if the caller waits anyway, else when its turn comes."""
         if self._coalescing is None and not options.asyncOp:
             return self._queue.run(name, operation, outputs)
@@ -202,7 +202,7 @@ class GroupBase(TorchGroup):  # type: ignore[misc]  # Any, see above
         if device.type != "cpu":
             return self._cuda()._end_coalescing()
         works, self._coalescing = self._coalescing or [], None
-        return self._queue.submit("coalesced", lambda _: await_all(works), [])
+        return self._queue.submit("coalesced", lambda: await_all(works), [])
 
     def _cuda(self) -> Any:
         """The NCCL backend that carries CUDA tensors of this group, opened when the first one comes."""

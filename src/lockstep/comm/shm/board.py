@@ -118,6 +118,8 @@ class Board:
         """The first error: with it the group is broken."""
         self.between: Callable[[], None] = lambda: None
         """Called between the slices of a wait for a meeting, by who waits."""
+        self.is_awaited: Callable[[], bool] = lambda: True
+        """Whether whoever wants the operation at hand does nothing but wait for it, and so leaves its core free."""
         self.futex = Futex()
         self.phase = 0
         self._segment = segment
@@ -143,7 +145,7 @@ class Board:
 
     # Meetings
 
-    def agree(self, call: bytes, own: bytes, *, spin: bool) -> Sequence[Post]:
+    def agree(self, call: bytes, own: bytes) -> Sequence[Post]:
         """Meet, having posted `call`; return what everybody added to it, or raise if the calls differ."""
         if self.error is not None:
             raise self._again()
@@ -151,18 +153,15 @@ class Board:
         starts = self._posts[self.half]
         mine = starts[self.rank]
         self._memory[mine : mine + POST_BYTES] = posted
-        self._meet(call, spin)
+        self.meet(call)
         for start in starts:
             if self._memory[start : start + POST_BYTES] != posted:
                 return self._compare(call, starts)
         posts = self._agreed.get(posted)
         return posts if posts is not None else self._compare(call, starts)
 
-    def meet(self, call: bytes, *, spin: bool) -> None:
+    def meet(self, call: bytes) -> None:
         """Return when all workers have come to this meeting, which is part of `call`."""
-        self._meet(call, spin)
-
-    def _meet(self, call: bytes, spin: bool) -> None:
         words, futex = self._words, self.futex
         self.phase = target = (self.phase + 1) % WRAP
         futex.publish()
@@ -170,12 +169,12 @@ class Board:
         futex.wake(self._my_phase_address)
         for other, place in self._phases:
             if (words[place] - target) % WRAP >= 2**31:
-                self._await(other, place, target, call, spin)
+                self._await(other, place, target, call)
         futex.observe()
 
-    def _await(self, other: int, place: int, target: int, call: bytes, spin: bool) -> None:
+    def _await(self, other: int, place: int, target: int, call: bytes) -> None:
         words = self._words
-        if spin and self._spins:
+        if self._spins and self.is_awaited():
             clock = time.perf_counter
             give_up = clock() + SPIN_S
             while clock() < give_up:

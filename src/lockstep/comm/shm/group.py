@@ -33,12 +33,12 @@ class ShmGroup(GroupBase):
         opts = opts or c10d.AllreduceOptions()
         reductions = [self._reduction(opts.reduceOp, tensor.dtype) for tensor in tensors]
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             for tensor, (reduce, factor) in zip(tensors, reductions, strict=True):
                 flat = _flatten(tensor)
                 if factor is not None:
                     flat.mul_(factor)
-                self._reducing.all_reduce(arithmetic(flat), reduce, spin=spin)
+                self._reducing.all_reduce(arithmetic(flat), reduce)
                 _write_back(flat, tensor)
 
         return self._do("all_reduce", operate, tensors, opts)
@@ -51,10 +51,10 @@ class ShmGroup(GroupBase):
             return self._cuda().reduce(tensors, opts)
         reduce, factor = self._reduction(opts.reduceOp, tensors[0].dtype)
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             for tensor in tensors:
                 flat = _flatten(tensor) if factor is None else _flatten(tensor) * factor
-                self._reducing.reduce(arithmetic(flat), opts.rootRank, reduce, spin=spin)
+                self._reducing.reduce(arithmetic(flat), opts.rootRank, reduce)
                 if opts.rootRank == self._rank:
                     _write_back(flat, tensor)
 
@@ -66,10 +66,10 @@ class ShmGroup(GroupBase):
             return self._cuda().broadcast(tensors, opts)
         opts = opts or c10d.BroadcastOptions()
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             for tensor in tensors:
                 flat = _flatten(tensor)
-                self._moving.broadcast(flat, opts.rootRank, spin=spin)
+                self._moving.broadcast(flat, opts.rootRank)
                 if opts.rootRank != self._rank:
                     _write_back(flat, tensor)
 
@@ -78,11 +78,11 @@ class ShmGroup(GroupBase):
     def barrier(self, opts: Any = None) -> Any:
         """Return when everybody has called this."""
         opts = opts or c10d.BarrierOptions()
-        return self._do("barrier", lambda spin: self._reducing.barrier(spin=spin), [], opts)
+        return self._do("barrier", lambda: self._reducing.barrier(), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """As `barrier`, which names who is missing anyway."""
-        self._queue.run("barrier", lambda spin: self._reducing.barrier(spin=spin), [])
+        self._queue.run("barrier", lambda: self._reducing.barrier(), [])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Set each output list to what everybody has as the input of the same number."""
@@ -90,10 +90,10 @@ class ShmGroup(GroupBase):
             return self._cuda().allgather(outputs, inputs, opts)
         opts = opts or c10d.AllgatherOptions()
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             for outs, tensor in zip(outputs, inputs, strict=True):
                 flats = [_flatten(out) for out in outs]
-                self._moving.all_gather(flats, _flatten(tensor), spin=spin)
+                self._moving.all_gather(flats, _flatten(tensor))
                 for flat, out in zip(flats, outs, strict=True):
                     _write_back(flat, out)
 
@@ -117,10 +117,10 @@ class ShmGroup(GroupBase):
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_row("all_gather_into_tensor", output, tensor)
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 flat = _flatten(output)
-                self._moving.all_gather(flat.chunk(self._size), _flatten(tensor), spin=spin)
+                self._moving.all_gather(flat.chunk(self._size), _flatten(tensor))
                 _write_back(flat, output)
 
         return self._do("all_gather_into_tensor", operate, outputs, opts)
@@ -134,9 +134,9 @@ class ShmGroup(GroupBase):
         opts = opts or c10d.ReduceScatterOptions()
         reduce, factor = self._reduction(opts.reduceOp, outputs[0].dtype)
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             for output, tensors in zip(outputs, inputs, strict=True):
-                self._reduce_scatter(output, [_flatten(tensor) for tensor in tensors], reduce, factor, spin)
+                self._reduce_scatter(output, [_flatten(tensor) for tensor in tensors], reduce, factor)
 
         return self._do("reduce_scatter", operate, outputs, opts)
 
@@ -155,22 +155,20 @@ class ShmGroup(GroupBase):
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_row("reduce_scatter_tensor", tensor, output)
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                self._reduce_scatter(output, _flatten(tensor).chunk(self._size), reduce, factor, spin)
+                self._reduce_scatter(output, _flatten(tensor).chunk(self._size), reduce, factor)
 
         return self._do("reduce_scatter_tensor", operate, outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(
-        self, output: Tensor, pieces: Sequence[Tensor], reduce: Reduction, factor: Any, spin: bool
-    ) -> None:
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], reduce: Reduction, factor: Any) -> None:
         if factor is not None:
             pieces = [piece * factor for piece in pieces]
         flat = _flatten(output)
         pieces = [arithmetic(piece) for piece in pieces] or [arithmetic(flat)] * self._size
-        self._reducing.reduce_scatter(arithmetic(flat), pieces, reduce, spin=spin)
+        self._reducing.reduce_scatter(arithmetic(flat), pieces, reduce)
         _write_back(flat, output)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
@@ -178,10 +176,10 @@ class ShmGroup(GroupBase):
         if inputs[0].is_cuda:
             return self._cuda().gather(outputs, inputs, opts)
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             outs = outputs[0] if opts.rootRank == self._rank else []
             flats = [_flatten(out) for out in outs]
-            self._moving.gather(flats, _flatten(inputs[0]), opts.rootRank, spin=spin)
+            self._moving.gather(flats, _flatten(inputs[0]), opts.rootRank)
             for flat, out in zip(flats, outs, strict=True):
                 _write_back(flat, out)
 
@@ -192,10 +190,10 @@ class ShmGroup(GroupBase):
         if outputs[0].is_cuda:
             return self._cuda().scatter(outputs, inputs, opts)
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             pieces = inputs[0] if opts.rootRank == self._rank else []
             flat = _flatten(outputs[0])
-            self._moving.scatter(flat, [_flatten(piece) for piece in pieces], opts.rootRank, spin=spin)
+            self._moving.scatter(flat, [_flatten(piece) for piece in pieces], opts.rootRank)
             _write_back(flat, outputs[0])
 
         return self._do("scatter", operate, outputs, opts)
@@ -206,9 +204,9 @@ class ShmGroup(GroupBase):
             return self._cuda().alltoall(outputs, inputs, opts)
         opts = opts or c10d.AllToAllOptions()
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             flats = [_flatten(out) for out in outputs]
-            self._moving.all_to_all(flats, [_flatten(tensor) for tensor in inputs], spin=spin)
+            self._moving.all_to_all(flats, [_flatten(tensor) for tensor in inputs])
             for flat, out in zip(flats, outputs, strict=True):
                 _write_back(flat, out)
 
@@ -224,10 +222,10 @@ class ShmGroup(GroupBase):
         out_rows = self._rows("output", output, output_splits)
         in_rows = self._rows("input", tensor, input_splits)
 
-        def operate(spin: bool) -> None:
+        def operate() -> None:
             flat = _flatten(output)
             outs, pieces = flat.split(out_rows), _flatten(tensor).split(in_rows)
-            self._moving.all_to_all(outs, pieces, spin=spin)
+            self._moving.all_to_all(outs, pieces)
             _write_back(flat, output)
 
         return self._do("all_to_all_single", operate, [output], opts)

@@ -27,53 +27,50 @@ class Moves:
         self._board, self._window, self._places = board, window, places
         self._rank, self._size = board.rank, board.size
 
-    def broadcast(self, flat: Tensor, root: int, *, spin: bool) -> None:
+    def broadcast(self, flat: Tensor, root: int) -> None:
         """Replace everybody's `flat` by that of `root`."""
         call = Call("broadcast", flat.dtype, flat.numel(), root=root)
         wants = [] if self._rank == root else [(root, 0, flat)]
-        self._move(
-            call, {0: flat} if self._rank == root else {}, wants, lanes=1, spin=spin, source=self._places.locate(flat)
-        )
+        self._move(call, {0: flat} if self._rank == root else {}, wants, lanes=1, source=self._places.locate(flat))
 
-    def all_gather(self, outs: Sequence[Tensor], flat: Tensor, *, spin: bool) -> None:
+    def all_gather(self, outs: Sequence[Tensor], flat: Tensor) -> None:
         """Set `outs[r]` to what worker r has as `flat`, for all r."""
         call = Call("all_gather", flat.dtype, sum(out.numel() for out in outs))
         packed = call.pack()
         is_placed = outs[self._rank].data_ptr() == flat.data_ptr()
         wants = [(rank, 0, out) for rank, out in enumerate(outs) if rank != self._rank or not is_placed]
         if call.numel * flat.itemsize <= AT_ONCE_BYTES:
-            self._stage_at_once({0: flat}, wants, 1, packed, spin)
+            self._stage_at_once({0: flat}, wants, 1, packed)
             return
         posts = self._board.agree(
             packed,
             pack_post(flat.numel() * flat.itemsize, self._places.locate(flat), self._places.locate_row(outs)),
-            spin=spin,
         )
         if all(post.source != UNSHARED for post in posts):
-            self._pull(wants, posts, packed, spin)
+            self._pull(wants, posts, packed)
         elif all(post.target != UNSHARED for post in posts):
-            self._push([rank for rank, _, _ in wants], outs, flat, posts, packed, spin)
+            self._push([rank for rank, _, _ in wants], outs, flat, posts, packed)
         else:
-            self._stage({0: flat}, wants, 1, posts, packed, spin)
+            self._stage({0: flat}, wants, 1, posts, packed)
 
-    def gather(self, outs: Sequence[Tensor], flat: Tensor, root: int, *, spin: bool) -> None:
+    def gather(self, outs: Sequence[Tensor], flat: Tensor, root: int) -> None:
         """Set `outs[r]` on `root` to what worker r has as `flat`."""
         call = Call("gather", flat.dtype, flat.numel(), root=root)
         wants = [(rank, 0, out) for rank, out in enumerate(outs)] if self._rank == root else []
-        self._move(call, {0: flat}, wants, lanes=1, spin=spin, source=self._places.locate(flat))
+        self._move(call, {0: flat}, wants, lanes=1, source=self._places.locate(flat))
 
-    def scatter(self, out: Tensor, pieces: Sequence[Tensor], root: int, *, spin: bool) -> None:
+    def scatter(self, out: Tensor, pieces: Sequence[Tensor], root: int) -> None:
         """Set `out` on worker r to piece r of `root`."""
         call = Call("scatter", out.dtype, out.numel(), root=root)
-        self._move(call, dict(enumerate(pieces)), [(root, self._rank, out)], lanes=self._size, spin=spin)
+        self._move(call, dict(enumerate(pieces)), [(root, self._rank, out)], lanes=self._size)
 
-    def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, spin: bool) -> None:
+    def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
         """Set `outs[s]` to what worker s has as piece number `rank`; pieces may differ in size."""
         call = Call("all_to_all", outs[0].dtype).pack()
         sizes = torch.tensor([piece.numel() * piece.itemsize for piece in pieces])
         half = self._board.half
         self._window.leave(self._rank, half, 0, sizes)
-        posts = self._board.agree(call, pack_post(int(sizes.max())), spin=spin)
+        posts = self._board.agree(call, pack_post(int(sizes.max())))
         for rank, (out, sent) in enumerate(
             zip(outs, self._window.slots(half, 0, self._size, torch.int64), strict=True)
         ):
@@ -84,7 +81,7 @@ class Moves:
                     "of the sender and output splits of the receiver must match."
                 )
         wants = [(rank, self._rank, out) for rank, out in enumerate(outs)]
-        self._stage(dict(enumerate(pieces)), wants, self._size, posts, call, spin)
+        self._stage(dict(enumerate(pieces)), wants, self._size, posts, call)
 
     def _move(
         self,
@@ -93,27 +90,26 @@ class Moves:
         wants: list[Want],
         *,
         lanes: int,
-        spin: bool,
         source: Location = UNSHARED,
     ) -> None:
         """Leave `pieces` by lane and take what this worker `wants`."""
         packed = call.pack()
         longest = max((piece.numel() * piece.itemsize for piece in pieces.values()), default=0)
         if call.numel and call.numel * call.dtype.itemsize <= min(AT_ONCE_BYTES, self._window.lane_bytes(lanes)):
-            self._stage_at_once(pieces, wants, lanes, packed, spin)
+            self._stage_at_once(pieces, wants, lanes, packed)
             return
-        posts = self._board.agree(packed, pack_post(longest, source), spin=spin)
+        posts = self._board.agree(packed, pack_post(longest, source))
         givers = range(self._size) if call.root < 0 or call.name == "gather" else (call.root,)
         if lanes == 1 and all(posts[rank].source != UNSHARED for rank in givers):
-            self._pull(wants, posts, packed, spin)
+            self._pull(wants, posts, packed)
         else:
-            self._stage(pieces, wants, lanes, posts, packed, spin)
+            self._stage(pieces, wants, lanes, posts, packed)
 
-    def _pull(self, wants: list[Want], posts: Sequence[Post], call: bytes, spin: bool) -> None:
+    def _pull(self, wants: list[Want], posts: Sequence[Post], call: bytes) -> None:
         """Copy from where the others have it."""
         for rank, _, out in wants:
             out.copy_(self._places.at(rank, posts[rank].source, 0, out.numel(), out.dtype))
-        self._board.meet(call, spin=spin)
+        self._board.meet(call)
 
     def _push(
         self,
@@ -122,7 +118,6 @@ class Moves:
         flat: Tensor,
         posts: Sequence[Post],
         call: bytes,
-        spin: bool,
     ) -> None:
         """Copy to where the takers want it, block by block: after the first copy a block comes from the cache."""
         before = sum(out.numel() for out in outs[: self._rank])
@@ -132,7 +127,7 @@ class Moves:
             part = flat[begin : begin + step]
             for place in places:
                 place[begin : begin + step].copy_(part)
-        self._board.meet(call, spin=spin)
+        self._board.meet(call)
 
     def _stage(
         self,
@@ -141,7 +136,6 @@ class Moves:
         lanes: int,
         posts: Sequence[Post],
         call: bytes,
-        spin: bool,
     ) -> None:
         """Move through the window, one lane of it per piece, a chunk of all lanes at a time."""
         lane = self._window.lane_bytes(lanes)
@@ -151,18 +145,18 @@ class Moves:
             half = self._board.half
             for number, piece in raw_pieces.items():
                 self._window.leave(self._rank, half, number * lane, piece[begin : begin + lane])
-            self._board.meet(call, spin=spin)
+            self._board.meet(call)
             for rank, number, out in raw_wants:
                 part = out[begin : begin + lane]
                 if part.numel():
                     part.copy_(self._window.slots(half, number * lane, part.numel(), torch.uint8)[rank])
 
-    def _stage_at_once(self, pieces: dict[int, Tensor], wants: list[Want], lanes: int, call: bytes, spin: bool) -> None:
+    def _stage_at_once(self, pieces: dict[int, Tensor], wants: list[Want], lanes: int, call: bytes) -> None:
         """Move what fits into one chunk: the bytes are left before the calls are compared, so one meeting is enough."""
         lane, half = self._window.lane_bytes(lanes), self._board.half
         for number, piece in pieces.items():
             self._window.leave(self._rank, half, number * lane, piece)
-        self._board.agree(call, NOTHING, spin=spin)
+        self._board.agree(call, NOTHING)
         for rank, number, out in wants:
             if out.numel():
                 out.copy_(self._window.slots(half, number * lane, out.numel(), out.dtype)[rank])

@@ -4,7 +4,7 @@ One operation at a time is carried out, in the order in which they were given, b
 
     a thread of the queue's        what was submitted
     who calls `run`                its own operation, if nothing is before it
-    who calls `help`               what it waits for, and all that is before it, if nobody is at any of it
+    who waits (`help`)             what it waits for, and all that is before it, if nobody is at any of it
     a backward pass, at its end    what was started in it, where that is left for the end
 
 `_busy` says that somebody is at one; it changes under the lock, and whoever has set it takes it back, wakes a thread
@@ -12,10 +12,20 @@ if there is more to see to, and only then marks the work as done. So an operatio
 operation may wait for one before it, which at that moment may be carried out and not yet marked: the work has left the
 queue before `_busy` is taken back, so that such a wait is not taken for one that waits for itself.
 
-**Asleep.** Between two threads an operation costs two switches, more than a small message. So whoever will wait at once
-says so by `waited_for`, and the threads are left asleep: the operation is carried out where it is waited for. Nothing
-is lost by that: any other look at the work (`wait`, `is_completed`, `get_future`) wakes a thread first, as does the
-next operation that is submitted without the word.
+**When a thread takes it.** Between two threads an operation costs two switches, more than a small message; and two
+workers' threads that have just been woken are often put on one core, where they take turns although another is free.
+So every work has a time when it is `due`: from then on a thread takes it, and all before it. That is
+
+    after GRACE_S    as a rule: who waits by then carries it out itself
+    now              once somebody looks who cannot do that: by `is_completed` or `get_future`, by a wait with a limit,
+                     or in what is called at the end of another work
+    never            where the caller has said by `waited_for` that it will wait for it next, or it is left for the end
+                     of a pass (below), unless somebody looks at it, or another that is due comes behind it
+
+Nothing is forgotten. Somebody who gives an operation, or ends one, sees to it that a thread looks when the next is due:
+one that is on its way already (`_looks_at`), or one that it wakes. A thread that finds nothing due rests until that
+time; one that finds nothing at all rests for the grace of the last operation, so that a caller who starts and waits,
+over and over, does not wake it each time.
 
 **Left for the end of the pass.** Where workers of one thread each take all cores, an operation that is carried out
 beside a backward pass only takes turns with it, and leaves its caches cold. There, what is started inside a pass (by
@@ -27,10 +37,11 @@ nothing ever is. A pass that takes that long has the same effect. One that fails
 to whatever comes next. Lockstep's own buckets are not left (`beside_the_pass`): it knows by itself when to send them.
 
 **What is called at the end of a work** (`Future.then`) runs in the thread that has carried it out, and may start
-another operation and wait for it, as torch's PowerSGD does. So before a thread calls such, it wakes another one if
-operations wait; one that is started meanwhile finds a thread asleep, or gets a new one. At the end of a pass all is
-carried out before the first of these is called: what they start follows in the same order on all workers. Elsewhere,
-and where a thread has been woken inside the pass, those of several works may be called side by side, in any order.
+another operation and wait for it, as torch's PowerSGD does. Such a wait carries nothing out, since what that calls at
+its end might wait for this one. So before a thread calls such, it wakes another one if operations wait; one that is
+started meanwhile finds a thread asleep, or gets a new one. At the end of a pass all is carried out before the first of
+these is called: what they start follows in the same order on all workers. Elsewhere, and where a thread has been woken
+inside the pass, those of several works may be called side by side, in any order.
 """
 
 import threading
@@ -41,7 +52,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lockstep.comm.shm.work import ShmWork, is_beside, settles, will_wait
+from lockstep.comm.shm.work import NEVER, NOW, ShmWork, is_beside, settles, will_wait
 from lockstep.errors import UsageError
 
 PATIENCE_S = 2.0
@@ -50,11 +61,12 @@ TICK_S = 0.5
 """how often somebody looks,"""
 MOST_LATE = 3
 """and in how many passes that may be too long: the first ones of a training are slow, but others are not."""
+GRACE_S = 1e-3
+"""How long a thread leaves an operation to its caller, who carries it out if it waits for it by then."""
 SPARE = 2
 """How many threads stay when there is nothing to do."""
 
-Operation = Callable[[bool], None]
-"""Carries out an operation; its argument says whether a caller waits for it right now."""
+Operation = Callable[[], None]
 
 
 class Queue:
@@ -91,7 +103,11 @@ class Queue:
         self._waiting: deque[tuple[ShmWork, Operation]] = deque()
         self._busy = False
         self._busy_thread: int | None = None
-        """Who is at an operation."""
+        """Who is at an operation;"""
+        self._is_callers = False
+        """whether that is one who wants it, or has nothing else to do."""
+        self._blocked: set[int] = set()
+        """The threads that do nothing until one of the works is done. Changed without the lock, an entry at a time."""
         self._closed = False
         self._lock = threading.Lock()
         self._change = threading.Condition(self._lock)
@@ -99,6 +115,10 @@ class Queue:
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
         """How many of the threads wait for something to do."""
+        self._looks_at = NEVER
+        """When one of them will look by itself."""
+        self._grace_end = NOW
+        """When what was last given to be carried out by its caller or a thread is, or would have been, due."""
 
     def run(self, name: str, operation: Operation, outputs: "list[Tensor]") -> ShmWork:
         """Carry `operation` out now, in this thread if nothing is before it; return when it is done.
@@ -109,13 +129,13 @@ class Queue:
         with self._lock:
             alone = not self._busy and not self._waiting
             if alone:
-                self._begin()
+                self._begin(is_callers=True)
         if not alone:
             work = self.submit(name, operation, outputs)
             work.wait()
             return work
         try:
-            operation(True)
+            operation()
         except Exception as error:
             failure = self._fail(error)
             if failure is error:
@@ -149,7 +169,7 @@ class Queue:
                 return None
             if what_is_left and not any(work.is_left for work, _ in self._waiting):
                 return None
-            self._begin()
+            self._begin(is_callers=True)
             self._between = between
             return self._waiting.popleft()
 
@@ -159,7 +179,7 @@ class Queue:
         The latter is an interrupt, or what a handler of a signal has raised.
         """
         try:
-            operation(True)
+            operation()
         except BaseException as raised:
             error = self._fail(raised)
             return error, (None if error is raised else raised)
@@ -182,6 +202,19 @@ class Queue:
         if self._between is not None:
             self._between()
 
+    def is_awaited(self) -> bool:
+        """Whether somebody does nothing but wait for the operation at hand, or for one behind it."""
+        return self._is_callers or bool(self._blocked)
+
+    def block(self, is_done: threading.Event, seconds: float | None) -> bool:
+        """Return when a work is done, or after `seconds`; whether it is done."""
+        me = threading.get_ident()
+        self._blocked.add(me)
+        try:
+            return is_done.wait(seconds)
+        finally:
+            self._blocked.discard(me)
+
     def submit(self, name: str, operation: Operation, outputs: object) -> ShmWork:
         """Have `operation` carried out by a thread of the queue's, or where it is waited for; return at once."""
         work = ShmWork(name, outputs)
@@ -189,7 +222,7 @@ class Queue:
         number = -1 if is_awaited else self._number_of_pass()
         with self._lock:
             is_left = number not in (-1, self._late_in)
-            work.wait_in(self, sleeps=is_awaited or is_left, is_left=is_left)
+            work.wait_in(self, due=NEVER if is_awaited or is_left else self._grace(), is_left=is_left)
             self._waiting.append((work, operation))
             is_first = is_left and self._left_in != number
             if is_left:
@@ -200,6 +233,13 @@ class Queue:
         if is_first:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         return work
+
+    def _grace(self) -> float:
+        """Until when a thread leaves to its caller what is given now."""
+        if not self._can_be_helped or settles():
+            return NOW
+        self._grace_end = time.monotonic() + GRACE_S
+        return self._grace_end
 
     # The end of a backward pass
 
@@ -238,7 +278,7 @@ class Queue:
         """Let nothing be left for the end of a pass any longer."""
         for work, _ in self._waiting:
             if work.is_left:
-                work.sleeps = False
+                work.due = NOW
 
     def _look_at_the_time(self) -> None:
         if not any(work.is_left for work, _ in self._waiting):
@@ -250,8 +290,8 @@ class Queue:
 
     # The queue's threads
 
-    def _begin(self) -> None:
-        self._busy, self._busy_thread = True, threading.get_ident()
+    def _begin(self, *, is_callers: bool = False) -> None:
+        self._busy, self._busy_thread, self._is_callers = True, threading.get_ident(), is_callers
 
     def _make_way(self) -> None:
         with self._lock:
@@ -261,12 +301,14 @@ class Queue:
     def _see_to_the_rest(self) -> None:
         """Nobody is at an operation: wake a thread if there is anything for it, if only an eye to have on the time."""
         is_watched = self._left_at is None or self._num_idle > 0
-        if self._waiting and (self._closed or not self._is_all_asleep() or not is_watched):
+        if self._due() < self._looks_at or (self._waiting and not is_watched):
             self._wake()
 
-    def _is_all_asleep(self) -> bool:
-        """Whether no thread need see to what is waiting."""
-        return all(work.sleeps for work, _ in self._waiting)
+    def _due(self) -> float:
+        """When a thread is to take the next operation."""
+        if self._busy or not self._waiting:
+            return NEVER
+        return NOW if self._closed else min(work.due for work, _ in self._waiting)
 
     def wake(self) -> None:
         """Let a thread see what is waiting."""
@@ -298,18 +340,16 @@ class Queue:
     def _serve(self) -> None:
         while True:
             with self._change:
-                while self._busy or not self._waiting or (self._is_all_asleep() and not self._closed):
+                while (due := self._due()) > (now := time.monotonic()):
                     if (self._closed and not self._waiting) or self._num_idle >= SPARE:
                         return
-                    self._num_idle += 1
-                    self._change.wait(TICK_S if self._leaves else None)
-                    self._num_idle -= 1
+                    self._rest(due, now)
                     self._look_at_the_time()
                 work, operation = self._waiting.popleft()
                 self._begin()
             error: BaseException | None = None
             try:
-                operation(False)
+                operation()
             except BaseException as raised:
                 error = self._fail(raised)
             work.leave_queue()
@@ -322,6 +362,21 @@ class Queue:
                         self._see_to_the_rest()  # Who is called at the end of this one may wait for the next.
                 work.settle(end)
             del work, operation, end
+
+    def _rest(self, due: float, now: float) -> None:
+        """Wait until somebody wakes this thread, or something is due; where nothing is, a moment for what may come.
+
+        Operations that are waited for at once come one after the other: so the thread is not woken for each of them.
+        """
+        looks_at = due if due < NEVER or self._grace_end <= now else self._grace_end
+        self._num_idle += 1
+        if looks_at < NEVER:
+            self._looks_at = looks_at
+            self._change.wait(looks_at - now)
+            self._looks_at = NEVER
+        else:
+            self._change.wait(TICK_S if self._leaves else None)
+        self._num_idle -= 1
 
 
 def _nothing() -> None:

@@ -47,18 +47,18 @@ class Reductions:
         self._rank, self._size = board.rank, board.size
         self._at_once_bytes = AT_ONCE_BYTES if self._size <= FEW else AT_ONCE_BYTES // self._size
 
-    def barrier(self, *, spin: bool) -> None:
+    def barrier(self) -> None:
         """Return when everybody has called this."""
-        self._board.agree(Call("barrier").pack(), pack_post(), spin=spin)
+        self._board.agree(Call("barrier").pack(), pack_post())
 
-    def all_reduce(self, flat: Tensor, reduce: Reduction, *, spin: bool) -> None:
+    def all_reduce(self, flat: Tensor, reduce: Reduction) -> None:
         """Replace everybody's `flat` by the reduction of all."""
         numel, dtype = flat.numel(), flat.dtype
         call = pack_call("all_reduce", dtype, numel, reduce.name)
         num_bytes = numel * dtype.itemsize
         if num_bytes <= ANYWAY_BYTES:
             self._leave_whole(flat)
-            self._board.agree(call, NOTHING, spin=spin)
+            self._board.agree(call, NOTHING)
             reduce(self._window.slots(1 - self._board.half, 0, numel, dtype), flat)
             return
         is_at_once = self._size == 2 or num_bytes <= self._at_once_bytes
@@ -68,29 +68,27 @@ class Reductions:
         location = self._places.locate(flat)
         if location == UNSHARED:
             leave(chunks[0])
-        posts = self._board.agree(call, pack_post(target=location), spin=spin)
+        posts = self._board.agree(call, pack_post(target=location))
         locations = [post.target for post in posts]
         if UNSHARED not in locations:
-            self._reduce_in_place(flat, reduce, locations, call, spin)
+            self._reduce_in_place(flat, reduce, locations, call)
             return
         if locations.count(UNSHARED) < self._size:  # Some did not leave theirs, not knowing that they had to.
             leave(chunks[0])
-            self._board.meet(call, spin=spin)
+            self._board.meet(call)
         if is_at_once:
-            self._reduce_at_once(chunks, reduce, call, spin)
+            self._reduce_at_once(chunks, reduce, call)
         else:
-            self._reduce_staged(chunks, reduce, call, spin)
+            self._reduce_staged(chunks, reduce, call)
 
-    def _reduce_in_place(
-        self, flat: Tensor, reduce: Reduction, locations: Sequence[Location], call: bytes, spin: bool
-    ) -> None:
+    def _reduce_in_place(self, flat: Tensor, reduce: Reduction, locations: Sequence[Location], call: bytes) -> None:
         begin, end = cut(flat.numel(), self._size, self._rank, flat.itemsize)
         for block in self._places.plan(locations, begin, end, flat.dtype):
             result = block[0]
             reduce(block, result)
             for copy in block[1:]:
                 copy.copy_(result)
-        self._board.meet(call, spin=spin)
+        self._board.meet(call)
 
     def add_along(
         self,
@@ -99,8 +97,6 @@ class Reductions:
         add: Callable[[Sequence[Tensor], Tensor], None],
         cuts: Sequence[tuple[int, int]],
         out: Tensor | None,
-        *,
-        spin: bool,
     ) -> None:
         """Add what the others have in their lanes over this worker's part of `cuts`; into `out`, or everybody's last.
 
@@ -109,7 +105,7 @@ class Reductions:
         """
         numel, dtype = lanes.shape[1], lanes.dtype
         call = pack_call("add_along", dtype, lanes.numel(), "SUM")
-        posts = self._board.agree(call, pack_post(source=self._places.locate(lanes.view(-1))), spin=spin)
+        posts = self._board.agree(call, pack_post(source=self._places.locate(lanes.view(-1))))
         locations = tuple(post.source for post in posts)
         assert UNSHARED not in locations, "lanes are allocated in shared memory"
         begin, end = cuts[self._rank]
@@ -124,7 +120,7 @@ class Reductions:
             for rank, target in enumerate(targets if out is None else ()):
                 if rank != self._rank:
                     target.copy_(result)
-        self._board.meet(call, spin=spin)
+        self._board.meet(call)
 
     def _leave_whole(self, flat: Tensor) -> None:
         self._window.slots(self._board.half, 0, flat.numel(), flat.dtype)[self._rank].copy_(flat)
@@ -136,17 +132,17 @@ class Reductions:
             if rank != self._rank and end > begin:
                 self._slot(half, begin, end, chunk.dtype, self._rank).copy_(chunk[begin:end])
 
-    def _reduce_at_once(self, chunks: Sequence[Tensor], reduce: Reduction, call: bytes, spin: bool) -> None:
+    def _reduce_at_once(self, chunks: Sequence[Tensor], reduce: Reduction, call: bytes) -> None:
         """One meeting a chunk. The first one has been left, and met for."""
         for number, chunk in enumerate(chunks):
             if number:
                 self._leave_whole(chunk)
-                self._board.meet(call, spin=spin)
+                self._board.meet(call)
             slots = self._window.slots(1 - self._board.half, 0, chunk.numel(), chunk.dtype)
             sources = [*slots[: self._rank], chunk, *slots[self._rank + 1 :]]
             reduce(sources, chunk, out_is=self._rank)
 
-    def _reduce_staged(self, chunks: Sequence[Tensor], reduce: Reduction, call: bytes, spin: bool) -> None:
+    def _reduce_staged(self, chunks: Sequence[Tensor], reduce: Reduction, call: bytes) -> None:
         """Two meetings a chunk: everybody reduces its part of it, then everybody gathers the parts.
 
         The first chunk has been left in the half before this one, and met for.
@@ -154,7 +150,7 @@ class Reductions:
         for number, chunk in enumerate(chunks):
             if number:
                 self._leave_for_owners(chunk)
-                self._board.meet(call, spin=spin)
+                self._board.meet(call)
             cuts = self._cuts(chunk.numel(), chunk.itemsize)
             begin, end = cuts[self._rank]
             half = self._board.half
@@ -164,7 +160,7 @@ class Reductions:
                 sources[self._rank] = own
                 reduce(sources, result)
                 own.copy_(result)
-            self._board.meet(call, spin=spin)
+            self._board.meet(call)
             for rank, (begin, end) in enumerate(cuts):
                 if rank != self._rank and end > begin:
                     chunk[begin:end].copy_(self._slot(half, begin, end, chunk.dtype, rank))
@@ -176,35 +172,35 @@ class Reductions:
     def _cuts(self, numel: int, itemsize: int) -> list[tuple[int, int]]:
         return [cut(numel, self._size, rank, itemsize) for rank in range(self._size)]
 
-    def reduce(self, flat: Tensor, root: int, reduce: Reduction, *, spin: bool) -> None:
+    def reduce(self, flat: Tensor, root: int, reduce: Reduction) -> None:
         """Replace `flat` on `root` by the reduction of all; elsewhere it stays as it is."""
         call = Call("reduce", flat.dtype, flat.numel(), reduce.name, root).pack()
-        posts = self._board.agree(call, pack_post(source=self._places.locate(flat)), spin=spin)
+        posts = self._board.agree(call, pack_post(source=self._places.locate(flat)))
         locations = [post.source for post in posts]
         if UNSHARED not in locations:
             if self._rank == root:
                 for block in self._places.plan(locations, 0, flat.numel(), flat.dtype):
                     reduce(block, block[root], out_is=root)
-            self._board.meet(call, spin=spin)
+            self._board.meet(call)
             return
         for part in flat.split(self._window.lane_bytes(1) // flat.itemsize):
             slots = self._window.slots(self._board.half, 0, part.numel(), flat.dtype)
             slots[self._rank].copy_(part)
-            self._board.meet(call, spin=spin)
+            self._board.meet(call)
             if self._rank == root:
                 reduce(slots, part)
 
-    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], reduce: Reduction, *, spin: bool) -> None:
+    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], reduce: Reduction) -> None:
         """Set `out` to the reduction of what everybody has as piece number `rank`; pieces may differ in size."""
         total = sum(piece.numel() for piece in pieces)
         call = Call("reduce_scatter", out.dtype, total, reduce.name).pack()
         source = self._places.locate_row(pieces)
         longest = max(piece.numel() for piece in pieces) * out.itemsize
-        posts = self._board.agree(call, pack_post(longest, source=source), spin=spin)
+        posts = self._board.agree(call, pack_post(longest, source=source))
         sources = [post.source for post in posts]
         if UNSHARED not in sources:
             self._reduce_scatter_in_place(out, pieces, sources, reduce)
-            self._board.meet(call, spin=spin)
+            self._board.meet(call)
             return
         lane = self._window.lane_bytes(self._size)
         step = lane // out.itemsize
@@ -212,7 +208,7 @@ class Reductions:
             half = self._board.half
             for number, piece in enumerate(pieces):
                 self._window.leave(self._rank, half, number * lane, piece[begin : begin + step])
-            self._board.meet(call, spin=spin)
+            self._board.meet(call)
             part = out[begin : begin + step]
             if part.numel():
                 reduce(self._window.slots(half, self._rank * lane, part.numel(), out.dtype), part)

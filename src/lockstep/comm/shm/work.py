@@ -1,6 +1,7 @@
 """Work under way: what a caller gets for an operation that a queue carries out, see queue.py."""
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -18,6 +19,8 @@ NO_TIMEOUT = timedelta(0)
 """What torch passes for 'no timeout of its own'."""
 
 
+NOW, NEVER = 0.0, math.inf
+"""When a thread is to see to a work; else a time on `time.monotonic`'s clock."""
 _SETTLING = threading.Lock()
 """Orders the end of a work and the asking for its future; held for a moment only, so one for all of them will do."""
 _ALWAYS = threading.Event()
@@ -80,14 +83,14 @@ class ShmWork(dist.Work):
         """and what follows from it: the outputs, or the error."""
         self._queue: Queue | None = None
         """Where it waits for its turn;"""
-        self.sleeps = False
-        """without the queue's thread being woken for it,"""
+        self.due = NOW
+        """when one of the queue's threads is to see to it, if nobody else has;"""
         self.is_left = False
-        """since it is left for the end of a backward pass."""
+        """whether that is never, since it is left for the end of a backward pass."""
 
-    def wait_in(self, queue: "Queue", *, sleeps: bool, is_left: bool) -> None:
+    def wait_in(self, queue: "Queue", *, due: float, is_left: bool) -> None:
         """It waits for its turn in `queue`."""
-        self._queue, self.sleeps, self.is_left = queue, sleeps, is_left
+        self._queue, self.due, self.is_left = queue, due, is_left
 
     def leave_queue(self) -> None:
         """It has been carried out, and is about to be marked as done."""
@@ -99,10 +102,11 @@ class ShmWork(dist.Work):
         if queue is not None:
             queue.help(self, between)
 
-    def _wake(self) -> None:
+    def _hurry(self) -> None:
+        """Have a thread of the queue's see to it at once."""
         queue = self._queue
-        if self.sleeps and queue is not None:
-            self.sleeps = False
+        if self.due != NOW and queue is not None:
+            self.due = NOW
             queue.wake()
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
@@ -127,9 +131,11 @@ class ShmWork(dist.Work):
         queue = self._queue
         if queue is not None:
             queue.require_another_thread(self.name)
-        self._wake()
-        seconds = timeout.total_seconds()
-        if not self._is_done.wait(seconds if seconds > 0 else None):
+            if timeout <= NO_TIMEOUT and not settles():
+                queue.help(self, _nothing)
+        self._hurry()
+        seconds = timeout.total_seconds() if timeout > NO_TIMEOUT else None
+        if not (self._is_done.wait(seconds) if queue is None else queue.block(self._is_done, seconds)):
             raise LockstepError(f"{self.name}: not done after {timeout}.")
         if self._error is not None:
             raise self._error
@@ -141,12 +147,12 @@ class ShmWork(dist.Work):
 
     @property
     def is_over(self) -> bool:
-        """As `is_completed`, but wakes nobody."""
+        """As `is_completed`, but hurries nobody."""
         return self._is_done.is_set()
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or badly."""
-        self._wake()
+        self._hurry()
         return self._is_done.is_set()
 
     def is_success(self) -> bool:
@@ -175,7 +181,7 @@ class ShmWork(dist.Work):
         What a callback raises is an error there too. In both languages it is raised as a RuntimeError that quotes it.
         """
         if not self.is_left:
-            self._wake()
+            self._hurry()
         with _SETTLING:
             asked_before = self._future is not None
             if self._end is None or self._future is None:
@@ -205,3 +211,7 @@ def await_all(works: Sequence[ShmWork]) -> None:
     """Return when all of `works` are done; raise the first one's error."""
     for work in works:
         work.wait()
+
+
+def _nothing() -> None:
+    pass
