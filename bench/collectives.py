@@ -10,8 +10,8 @@ in place   backend shm on memory from `shm.allocate`: nothing is staged
 staged     backend shm on ordinary tensors
 copy       each worker copies as many bytes from one place in its memory to another, both at once: what memory allows
 
-reduce_scatter puts the result elsewhere; all_gather finds each worker's part in its place in the whole; all_reduce_async
-is started with async_op=True and waited for at once.
+reduce_scatter puts the result elsewhere; all_gather finds each worker's part in its place in the whole;
+all_reduce_async is started with async_op=True and waited for at once.
 
 Small operations are repeated within a round, so that a round is long enough to be timed. Printed are medians of the
 per-round ratios with 95 % bootstrap intervals, and whether what docs/benchmarks.md claims holds.
