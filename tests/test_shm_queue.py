@@ -200,6 +200,87 @@ def test_what_a_signal_handler_raises_comes_out_as_it_is():
         work.wait()
 
 
+def test_a_plain_wait_gets_errors_from_the_work_alone():
+    """Whoever has carried it out."""
+    queue, log = Queue("lockstep-test", lambda error: LockstepError(f"broken: {error!r}"), can_be_helped=True), Log()
+    with waited_for():
+        failing, fine = queue.submit("submit", lambda: 1 / 0, []), queue.submit("submit", log.operation(1), [])
+    fine.wait()
+    assert (log.done, log.threads) == ([1], {"MainThread"})
+    with pytest.raises(LockstepError, match="broken: ZeroDivisionError"):
+        failing.wait()
+
+
+def test_what_is_to_be_called_at_the_end_is_not_called_by_a_plain_wait():
+    """It may want a lock that who waits has."""
+    queue, log, lock, called = make_queue(), Log(), threading.Lock(), []
+
+    def call(_):
+        called.append((threading.current_thread().name, lock.acquire(timeout=5)))
+
+    first, second = (queue.submit("submit", log.operation(number), []) for number in range(2))
+    end = first.get_future().then(call)
+    with lock:
+        second.wait()
+        assert log.done == [0, 1]
+    end.wait()
+    assert called == [("lockstep-test", True)]
+    queue.close()
+
+
+def test_who_helps_takes_nothing_behind_what_it_waits_for():
+    queue, log = make_queue(), Log()
+    with waited_for():
+        first, second = (queue.submit("submit", log.operation(number), []) for number in range(2))
+    queue.help(first)
+    queue.help(first)  # It was done by another thread, just before this one could take it.
+    assert log.done == [0]
+    queue.help(second)
+    assert log.done == [0, 1]
+
+
+@pytest.mark.parametrize("where", ["_carry_out", "_begin_next", "_make_way"])
+def test_an_interrupt_between_two_lines_leaves_nobody_waiting(where, monkeypatch):
+    failures = []
+    queue = Queue("lockstep-test", lambda error: failures.append(error) or LockstepError("broken"), can_be_helped=True)
+    with waited_for():
+        work = queue.submit("submit", lambda: None, [])
+    rightly, calls = getattr(queue, where), []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) > 1:
+            return rightly(*arguments)
+        if where == "_begin_next":
+            rightly(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(queue, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    monkeypatch.undo()
+    assert len(failures) == 1
+    with pytest.raises(LockstepError, match="broken"):
+        work.wait()
+    queue.run("run", lambda: None, [])
+
+
+def test_a_thread_that_ends_as_there_are_enough_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr("lockstep.comm.shm.queue.GRACE_S", 0.05)
+    queue, log, may_end = make_queue(), Log(), threading.Event()
+    queue.submit("submit", lambda: may_end.wait(5), [])
+    until(lambda: queue._busy)
+    for _ in range(2):
+        with queue._lock:
+            queue._start_thread()
+    until(lambda: queue._num_idle == 2)
+    time.sleep(0.1)  # Nobody looks by itself any more.
+    queue.submit("submit", log.operation(0), [])
+    may_end.set()
+    until(lambda: log.done)
+    queue.close()
+
+
 def test_an_operation_inside_another_is_refused_and_does_not_hang():
     queue, log, found = make_queue(), Log(), []
 

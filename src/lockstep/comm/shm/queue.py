@@ -8,9 +8,10 @@ One operation at a time is carried out, in the order in which they were given, b
     a backward pass, at its end    what was started in it, where that is left for the end
 
 `_busy` says that somebody is at one; it changes under the lock, and whoever has set it takes it back, wakes a thread
-if there is more to see to, and only then marks the work as done. So an operation is taken once, and in its turn. An
-operation may wait for one before it, which at that moment may be carried out and not yet marked: the work has left the
-queue before `_busy` is taken back, so that such a wait is not taken for one that waits for itself.
+if there is more to see to (one of the queue's looks by itself), and only then marks the work as done. So an operation
+is taken once, and in its turn. An operation may wait for one before it, which at that moment may be carried out and not
+yet marked: the work has left the queue before `_busy` is taken back, so that such a wait is not taken for one that
+waits for itself; and who has come to help with that work takes none behind it.
 
 **When a thread takes it.** Between two threads an operation costs two switches, more than a small message; and two
 workers' threads that have just been woken are often put on one core, where they take turns although another is free.
@@ -18,7 +19,7 @@ So every work has a time when it is `due`: from then on a thread takes it, and a
 
     after GRACE_S    as a rule: who waits by then carries it out itself
     now              once somebody looks who cannot do that: by `is_completed` or `get_future`, by a wait with a limit,
-                     or in what is called at the end of another work
+                     by one that finds another thread at it, or in what is called at the end of another work
     never            where the caller has said by `waited_for` that it will wait for it next, or it is left for the end
                      of a pass (below), unless somebody looks at it, or another that is due comes behind it
 
@@ -67,6 +68,7 @@ SPARE = 2
 """How many threads stay when there is nothing to do."""
 
 Operation = Callable[[], None]
+Taken = tuple[ShmWork, Operation]
 
 
 class Queue:
@@ -100,10 +102,12 @@ class Queue:
         """and how many there have been."""
         self._between: Callable[[], None] | None = None
         """What who helps has to do now and then."""
-        self._waiting: deque[tuple[ShmWork, Operation]] = deque()
+        self._waiting: deque[Taken] = deque()
         self._busy = False
         self._busy_thread: int | None = None
         """Who is at an operation;"""
+        self._at_hand: ShmWork | None = None
+        """which, if it has waited in the queue;"""
         self._is_callers = False
         """whether that is one who wants it, or has nothing else to do."""
         self._blocked: set[int] = set()
@@ -115,6 +119,8 @@ class Queue:
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
         """How many of the threads wait for something to do."""
+        self._num_coming = 0
+        """How many have been started and not yet looked."""
         self._looks_at = NEVER
         """When one of them will look by itself."""
         self._grace_end = NOW
@@ -126,52 +132,80 @@ class Queue:
         What it returns is done, and says nothing of the outputs: the caller has them.
         """
         self.require_another_thread(name)
-        with self._lock:
-            alone = not self._busy and not self._waiting
-            if alone:
-                self._begin(is_callers=True)
-        if not alone:
-            work = self.submit(name, operation, outputs)
-            work.wait()
-            return work
         try:
-            operation()
-        except Exception as error:
-            failure = self._fail(error)
-            if failure is error:
-                raise
-            raise failure from error
+            with self._lock:
+                alone = not self._busy and not self._waiting
+                if alone:
+                    self._begin(is_callers=True)
+            if alone:
+                operation()
+                return self._done
         except BaseException as error:
-            self._fail(error)  # An interrupt in mid-operation leaves the group broken, and is the caller's own.
-            raise
+            if not self._is_here():
+                raise
+            failure = self._fail(error)
+            if failure is error or not isinstance(error, Exception):
+                raise  # An interrupt in mid-operation leaves the group broken, and is the caller's own.
+            raise failure from error
         finally:
-            self._make_way()
-        return self._done
+            if self._is_here():
+                self._make_way()
+        work = self.submit(name, operation, outputs)
+        work.wait()
+        return work
 
-    def help(self, work: ShmWork, between: Callable[[], None]) -> None:
-        """Carry out, in this thread, what is before `work` and `work` itself, if nobody is at any of it."""
-        while self._can_be_helped and not work.is_over:
-            taken = self._take(between)
-            if taken is None:
-                return
-            error, own = self._carry_out(*taken)
-            taken[0].finish(error)
-            if own is not None:
-                raise own
+    def help(self, work: ShmWork, between: Callable[[], None] | None = None) -> None:
+        """Carry out, in this thread, what is before `work` and `work` itself, if nobody is at any of it.
 
-    def _take(self, between: Callable[[], None], *, what_is_left: bool = False) -> tuple[ShmWork, Operation] | None:
-        """The next operation, for a thread that helps; None if there is none, or somebody is at one.
-
-        what_is_left: only if it, or one behind it, was left for the end of a pass.
+        between: what this thread has to do now and then. Without it, this is the wait of a torch program, which expects
+        others to call what is to be called at the end of a work, and errors from the work alone.
         """
+        is_plain = between is None
+        taken: Taken | None = None
+        try:
+            while self._can_be_helped and not settles():
+                taken = self._take(work, between or _nothing, is_plain=is_plain)
+                if taken is None:
+                    return
+                error, own = self._carry_out(*taken)
+                taken[0].finish(error)
+                if own is not None and not (is_plain and isinstance(own, Exception)):
+                    raise own
+        except BaseException as interrupt:
+            self._give_up(interrupt, taken[0] if taken is not None else None)
+            raise
+
+    def _give_up(self, interrupt: BaseException, taken: ShmWork | None) -> None:
+        """An interrupt may have come between two lines: let nobody wait for an operation that nobody is at."""
+        failure: BaseException = interrupt
+        if self._is_here():
+            taken, failure = self._at_hand, self._fail(interrupt)
+            self._make_way()
+        if taken is not None and not taken.is_over:
+            taken.finish(failure)
+
+    def _take(self, wanted: ShmWork, between: Callable[[], None], *, is_plain: bool) -> "Taken | None":
+        """The next operation, up to `wanted`, for a thread that helps; None if that is done, or somebody is at one."""
         with self._lock:
-            if self._busy or not self._waiting:
+            # It has left the queue before `_busy` is taken back: what is next then comes behind it.
+            if self._busy or not self._waiting or not wanted.is_queued:
                 return None
-            if what_is_left and not any(work.is_left for work, _ in self._waiting):
+            if is_plain and self._waiting[0][0].is_asked:
                 return None
-            self._begin(is_callers=True)
-            self._between = between
-            return self._waiting.popleft()
+            return self._begin_next(between)
+
+    def _take_left(self) -> "Taken | None":
+        """The next operation if it, or one behind it, was left for the end of a pass, and nobody is at one."""
+        with self._lock:
+            if self._busy or not any(work.is_left for work, _ in self._waiting):
+                return None
+            return self._begin_next(_nothing)
+
+    def _begin_next(self, between: Callable[[], None]) -> "Taken":
+        taken = self._waiting.popleft()
+        self._begin(taken[0], is_callers=True)
+        self._between = between
+        return taken
 
     def _carry_out(self, work: ShmWork, operation: Operation) -> tuple[BaseException | None, BaseException | None]:
         """Carry out what was taken; returns the error for its caller, and what is to be raised in this thread.
@@ -191,7 +225,7 @@ class Queue:
 
     def require_another_thread(self, name: str) -> None:
         """Raise UsageError if this thread is at an operation: it would wait for itself."""
-        if self._busy_thread == threading.get_ident():
+        if self._is_here():
             raise UsageError(
                 f"{name}: called by code that has interrupted another operation of the same group, such as a signal "
                 "handler, and that would wait for ever. Let the handler set a flag, and look at it between steps."
@@ -218,7 +252,7 @@ class Queue:
     def submit(self, name: str, operation: Operation, outputs: object) -> ShmWork:
         """Have `operation` carried out by a thread of the queue's, or where it is waited for; return at once."""
         work = ShmWork(name, outputs)
-        is_awaited = self._can_be_helped and will_wait()
+        is_awaited = self._can_be_helped and will_wait() and not settles()
         number = -1 if is_awaited else self._number_of_pass()
         with self._lock:
             is_left = number not in (-1, self._late_in)
@@ -256,7 +290,7 @@ class Queue:
             self._left_in, self._left_at = -1, None
         ends: list[tuple[ShmWork, torch.futures.Future[None]]] = []
         own: BaseException | None = None
-        while own is None and (taken := self._take(_nothing, what_is_left=True)) is not None:
+        while own is None and (taken := self._take_left()) is not None:
             error, own = self._carry_out(*taken)
             end = taken[0].conclude(error)
             if end is not None:
@@ -290,13 +324,21 @@ class Queue:
 
     # The queue's threads
 
-    def _begin(self, *, is_callers: bool = False) -> None:
-        self._busy, self._busy_thread, self._is_callers = True, threading.get_ident(), is_callers
+    def _begin(self, work: ShmWork | None = None, *, is_callers: bool = False) -> None:
+        self._at_hand, self._is_callers = work, is_callers
+        self._busy, self._busy_thread = True, threading.get_ident()
+
+    def _is_here(self) -> bool:
+        """Whether this thread is at an operation."""
+        return self._busy_thread == threading.get_ident()
 
     def _make_way(self) -> None:
         with self._lock:
-            self._busy, self._busy_thread = False, None
+            self._stop()
             self._see_to_the_rest()
+
+    def _stop(self) -> None:
+        self._busy, self._busy_thread, self._at_hand = False, None, None
 
     def _see_to_the_rest(self) -> None:
         """Nobody is at an operation: wake a thread if there is anything for it, if only an eye to have on the time."""
@@ -318,13 +360,14 @@ class Queue:
     def _wake(self) -> None:
         if self._num_idle:
             self._change.notify()
-        elif not self._busy or not self._threads:  # Who is busy wakes somebody when it is done.
+        elif self._num_coming == 0 and (not self._busy or not self._threads):  # Who is busy wakes somebody at its end.
             self._start_thread()
 
     def _start_thread(self) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=self._serve, name=self._name, daemon=True))
         self._threads[-1].start()
+        self._num_coming += 1
 
     def close(self) -> None:
         """Let the threads end once there is nothing left to do, and wait a moment for them."""
@@ -338,15 +381,18 @@ class Queue:
                 thread.join(timeout=max(0.0, give_up - time.monotonic()))
 
     def _serve(self) -> None:
+        with self._lock:
+            self._num_coming -= 1
         while True:
             with self._change:
                 while (due := self._due()) > (now := time.monotonic()):
                     if (self._closed and not self._waiting) or self._num_idle >= SPARE:
+                        self._see_to_the_rest()
                         return
                     self._rest(due, now)
                     self._look_at_the_time()
                 work, operation = self._waiting.popleft()
-                self._begin()
+                self._begin(work)
             error: BaseException | None = None
             try:
                 operation()
@@ -354,7 +400,7 @@ class Queue:
                 error = self._fail(raised)
             work.leave_queue()
             with self._lock:
-                self._busy, self._busy_thread = False, None
+                self._stop()
             end = work.conclude(error)
             if end is not None:
                 with self._lock:
@@ -368,7 +414,8 @@ class Queue:
 
         Operations that are waited for at once come one after the other: so the thread is not woken for each of them.
         """
-        looks_at = due if due < NEVER or self._grace_end <= now else self._grace_end
+        lingers = due == NEVER and self._looks_at == NEVER and self._grace_end > now
+        looks_at = self._grace_end if lingers else due
         self._num_idle += 1
         if looks_at < NEVER:
             self._looks_at = looks_at

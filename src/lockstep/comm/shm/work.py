@@ -96,6 +96,16 @@ class ShmWork(dist.Work):
         """It has been carried out, and is about to be marked as done."""
         self._queue = None
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether it waits for its turn, or is being carried out."""
+        return self._queue is not None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody has asked for its future, and may want to be called at its end."""
+        return self._end is not None
+
     def help(self, between: Callable[[], None]) -> None:
         """Carry it out here, if nobody is at it or at one before it; `between` is called while others do not come."""
         queue = self._queue
@@ -131,8 +141,8 @@ class ShmWork(dist.Work):
         queue = self._queue
         if queue is not None:
             queue.require_another_thread(self.name)
-            if timeout <= NO_TIMEOUT and not settles():
-                queue.help(self, _nothing)
+            if timeout <= NO_TIMEOUT:
+                queue.help(self)
         self._hurry()
         seconds = timeout.total_seconds() if timeout > NO_TIMEOUT else None
         if not (self._is_done.wait(seconds) if queue is None else queue.block(self._is_done, seconds)):
@@ -211,7 +221,3 @@ def await_all(works: Sequence[ShmWork]) -> None:
     """Return when all of `works` are done; raise the first one's error."""
     for work in works:
         work.wait()
-
-
-def _nothing() -> None:
-    pass
