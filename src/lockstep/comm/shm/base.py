@@ -23,7 +23,7 @@ from lockstep.comm.shm.places import Places
 from lockstep.comm.shm.queue import Queue
 from lockstep.comm.shm.reduction import RedOpType, Reduction
 from lockstep.comm.shm.reductions import Reductions
-from lockstep.comm.shm.window import HALF_BYTES, Window
+from lockstep.comm.shm.window import Window, half_bytes
 from lockstep.comm.shm.work import ShmWork, await_all
 from lockstep.errors import UsageError, WorkerLost
 
@@ -48,7 +48,7 @@ class GroupBase(TorchGroup):  # type: ignore[misc]  # Any, see above
         self._segments: dict[int, Segment] = {}
         self._num_allocated = 0
         watch = watch_peers(self._peers, rank, timeout)
-        rings_at = PAGE_BYTES + 2 * HALF_BYTES
+        rings_at = PAGE_BYTES + 2 * half_bytes(size)
         slice_bytes = rings_at + size * RING_BYTES
         control = open_segment("control", slice_bytes, store=store, rank=rank, size=size, watch=watch)
         self._board = Board(control, rank, self._peers, timeout)

@@ -33,8 +33,6 @@ ANYWAY_BYTES = 16 << 10
 AT_ONCE_BYTES = 256 << 10
 """Up to here everybody takes everything from the window by itself, if there are few workers."""
 FEW = 4
-PAIR_BYTES = 1 << 20
-"""A chunk of two workers: what each has just left and read is still in its cache when it is added."""
 
 NOTHING = pack_post()
 
@@ -62,8 +60,7 @@ class Reductions:
             reduce(self._window.slots(1 - self._board.half, 0, numel, dtype), flat)
             return
         is_at_once = self._size == 2 or num_bytes <= self._at_once_bytes
-        most = PAIR_BYTES if is_at_once else self._window.lane_bytes(1)
-        chunks = flat.split(most // flat.itemsize)
+        chunks = flat.split(self._window.lane_bytes(1) // flat.itemsize)
         leave = self._leave_whole if is_at_once else self._leave_for_owners
         location = self._places.locate(flat)
         if location == UNSHARED:

@@ -10,21 +10,30 @@ from torch import Tensor
 from lockstep.comm.segment import Segment
 
 HALF_BYTES = 1 << 22
-"""Bytes of one half of one worker's window. Tuned by bench/collectives.py, and by DDP in bench/step.py."""
+"""Bytes of one half of one worker's window."""
+PAIR_BYTES = 1 << 20
+"""The same for two workers: what one has left is then in a cache when the other reads it."""
 LINE = 64
+
+
+def half_bytes(size: int) -> int:
+    """Bytes of one half of a worker's window, in a group of `size`. Tuned by bench/collectives.py."""
+    return PAIR_BYTES if size == 2 else HALF_BYTES
 
 
 class Window:
     """Every worker's window, as tensors."""
 
     def __init__(self, segment: Segment, begin: int) -> None:
-        self._size = segment.size
-        self._halves = [[_half(segment.slice(rank), begin, half) for rank in range(self._size)] for half in (0, 1)]
+        self._half_bytes = half_bytes(segment.size)
+        starts = [begin + half * self._half_bytes for half in (0, 1)]
+        ranks = range(segment.size)
+        self._halves = [[segment.slice(rank)[start : start + self._half_bytes] for rank in ranks] for start in starts]
         self._views: dict[tuple[int, int, int, torch.dtype], list[Tensor]] = {}
 
     def lane_bytes(self, lanes: int) -> int:
         """How many bytes one of `lanes` equal lanes holds."""
-        return HALF_BYTES // lanes // LINE * LINE
+        return self._half_bytes // lanes // LINE * LINE
 
     def slots(self, half: int, begin: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """By worker, `numel` elements from byte `begin` on. Kept, since training asks for the same ones for ever."""
@@ -41,8 +50,3 @@ class Window:
         """Copy `part`, if there is any, to byte `begin` of what worker `rank` leaves."""
         if part.numel():
             self.slots(half, begin, part.numel(), part.dtype)[rank].copy_(part)
-
-
-def _half(memory: Tensor, begin: int, half: int) -> Tensor:
-    start = begin + half * HALF_BYTES
-    return memory[start : start + HALF_BYTES]
