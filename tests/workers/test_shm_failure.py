@@ -187,6 +187,28 @@ def test_a_killed_worker_is_named_by_what_torch_wraps_too(way, threads):
     assert seconds < 2 + 3, "two seconds, and some for a busy machine"
 
 
+def leaves_and_ends(world):
+    pg = group()
+    dist.barrier(group=pg)
+    if world.rank == 1:
+        dist.destroy_process_group(pg)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    with pytest.raises(WorkerLost) as raised:
+        dist.recv(torch.ones(2), 1, group=pg)
+    return str(raised.value)
+
+
+def test_who_left_before_it_ended_is_said_to_have_left():
+    """It was often told of the loss of another, in another group: that one is to be looked for."""
+    pool = Survivor(2)
+    try:
+        (text,) = pool.run(2, leaves_and_ends)
+    finally:
+        pool.stop()
+    assert "worker 1 (pid" in text and "left the group" in text
+
+
 def hold(world):
     pg = group()
     held = shm.allocate(pg, 1 << 20, torch.float32)

@@ -230,8 +230,9 @@ class Board:
         dead = [other for other in late if self.peers[other].is_dead()]
         left = [other for other in late if self.has_left(other)]
         self.futex.observe()
-        # It may have come just before it ended: only what is still missing now will never come.
-        dead = [other for other in dead if not has_come(other)]
+        # It may have come just before it ended: only what is still missing now will never come. Who has left before it
+        # ended was often told so by the loss of another.
+        dead = [other for other in dead if other not in left and not has_come(other)]
         left = [other for other in left if not has_come(other)]
         if dead or left:
             raise self.fail(self._lost(dead or left, "ended" if dead else "left the group", call))
