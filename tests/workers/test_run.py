@@ -240,7 +240,8 @@ while True:
     except Exception:
         pass
 """
-    source = PUBLISH.replace("time.sleep(1000)", "while True: time.sleep(1000)") + source
+    # Short sleeps: a signal that comes just before a sleep is seen by Python when that is over.
+    source = PUBLISH.replace("time.sleep(1000)", "while True: time.sleep(0.1)") + source
     started = launcher("-n", "2", source=source)
     pids = wait_for_pids(tmp_path, 4)
     started.signal(signal.SIGINT)
