@@ -23,8 +23,7 @@ from typing import Any
 import link
 import torch
 import variants
-from models import SIZES
-from variants import Setup, Variant
+from variants import GPT2_SIZES, Setup, Variant
 
 import lockstep
 
@@ -111,7 +110,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="+", default=[300], help="speeds of the link")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--model", choices=SIZES, help="default: gpt-10m, on a GPU gpt2-124m")
+    parser.add_argument("--model", choices=GPT2_SIZES, help="default: gpt-10m, on a GPU gpt2-124m")
     parser.add_argument("--batch", type=int, default=4, help="sequences per worker and step (default 4)")
     parser.add_argument("--context", type=int, help="tokens per sequence (default 128, on a GPU 1024)")
     parser.add_argument("--steps", type=int, default=16, help="of each kind (default 16)")

@@ -28,10 +28,8 @@ from torch.utils.data import Subset
 import lockstep
 from lockstep import wire
 from lockstep.bench import machine
-from lockstep.demo import corpus
-from lockstep.demo.corpus import Windows
-from lockstep.demo.gpt import GPT, SHAPES, loss_of
-from lockstep.demo.recipe import Recipe
+from lockstep.demo.gpt import SHAPES, ByteGPT, Recipe, loss_of
+from lockstep.demo.train_gpt import Windows, corpus_folder, read_corpus
 
 HELD_OUT = 256
 """Windows that are not trained on."""
@@ -84,7 +82,7 @@ def _train(options: argparse.Namespace, world: lockstep.World, name: str, seed: 
     """One run; returns the loss on what was held out."""
     way, _, first = name.partition("+")
     plain = int(first or 0)
-    windows = Windows(corpus.read(corpus.folder()), SHAPES[options.model].context)
+    windows = Windows(read_corpus(corpus_folder()), SHAPES[options.model].context)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0)).tolist()
     kept, held_out = Subset(windows, order[HELD_OUT:]), Subset(windows, order[:HELD_OUT])
     trainer = _trainer(options, world, "full" if plain else way, seed)
@@ -102,7 +100,7 @@ def _train(options: argparse.Namespace, world: lockstep.World, name: str, seed: 
 def _trainer(options: argparse.Namespace, world: lockstep.World, way: str, seed: int) -> lockstep.Trainer:
     recipe = Recipe(options.model, options.steps, options.batch, seed)
     torch.manual_seed(seed)
-    net = GPT(recipe.shape).to(world.device)
+    net = ByteGPT(recipe.shape).to(world.device)
     optimizer, schedule = recipe.optimizer(net)
     return lockstep.Trainer(
         net,

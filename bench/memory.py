@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.bench import machine
-from lockstep.bench.memory import Sampler, used
+from lockstep.bench.machine import MemorySampler, used_bytes
 
 WIDTH = 1024
 MB = 1e6
@@ -69,7 +69,7 @@ def train(options: argparse.Namespace, backend: str, zero: int) -> int:
         _wrapped_from_meta(world, options, zero, 2)
     gc.collect()
     world.barrier()
-    before = used(world.device)
+    before = used_bytes(world.device)
     world.barrier()
     if options.meta:
         peak = _wrapped_from_meta(world, options, zero, options.blocks) - before
@@ -84,7 +84,7 @@ def _wrapped_from_meta(world: lockstep.World, options: argparse.Namespace, zero:
     with torch.device("meta"):
         net = nn.Sequential(*(Block() for _ in range(blocks)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    sampler = Sampler()
+    sampler = MemorySampler()
     sampler.start()
     model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero, bucket_cap_mb=options.bucket_mb)
     peak = sampler.end()
@@ -96,7 +96,7 @@ def _peak(world: lockstep.World, options: argparse.Namespace, zero: int, x: Tens
     net = nn.Sequential(*(Block() for _ in range(blocks))).to(world.device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero, bucket_cap_mb=options.bucket_mb)
-    sampler = Sampler()
+    sampler = MemorySampler()
     for step in range(options.steps):
         if step == 1:  # The first step lays buckets out anew and makes the optimizer's state.
             world.barrier()

@@ -18,8 +18,7 @@ import sys
 import link
 import torch
 import variants
-from models import SIZES
-from variants import Setup, Variant
+from variants import GPT2_SIZES, Setup, Variant
 
 import lockstep
 from lockstep.bench import interleave, machine
@@ -88,7 +87,7 @@ def _ratio(times: interleave.Times, name: str, base: str) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="+", default=[100, 1000, 10000], help="speeds of the link")
-    parser.add_argument("--model", choices=SIZES, default="gpt-10m")
+    parser.add_argument("--model", choices=GPT2_SIZES, default="gpt-10m")
     parser.add_argument("--batch", type=int, default=4, help="sequences per worker and step (default 4)")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=10)

@@ -7,12 +7,12 @@ timed without communication; then the cable's rate is set, and corrected by tria
 gradients alone takes as long as that. On this link four things are timed, interleaved in one run (see
 lockstep.bench.interleave):
 
-    limit          a step of the bare module, no communication
+    nocomm         a step of the bare module, no communication
     communication  the all-reduces of a step alone, in lockstep's buckets, nothing computed
     ddp            a step of torch's DistributedDataParallel
     lockstep       a step of lockstep.DataParallel
 
-Reported is the hidden share, 1 - (step - limit) / communication: 100 % if the step takes no longer than without
+Reported is the hidden share, 1 - (step - nocomm) / communication: 100 % if the step takes no longer than without
 communication, 0 % if all of it is waited for. What cannot hide is the last bucket, which is complete only when the
 backward pass ends, and what communication costs in CPU time, since each worker has one core for both.
 """
@@ -31,8 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import variants
-from models import SIZES
-from variants import Batch, Setup, Variant
+from variants import GPT2_SIZES, Batch, Setup, Variant
 
 import lockstep
 from lockstep.bench import interleave, machine
@@ -68,24 +67,24 @@ def work(options: argparse.Namespace) -> None:
 def _measure(options: argparse.Namespace, world: lockstep.World) -> dict[str, Any]:
     setup = Setup(options.model, options.batch, options.context, bf16=False)
     compared = ["ddp", "lockstep", *options.also]
-    trained = {name: Variant(name, setup, world) for name in ("limit", *compared)}
+    trained = {name: Variant(name, setup, world) for name in ("nocomm", *compared)}
     fed = variants.batches(setup, world)
     bucket_bytes = _bucket_bytes(world, trained["lockstep"], fed)
     flats = [torch.zeros(num_bytes // 4) for num_bytes in bucket_bytes]
-    backward = _backward_seconds(world, trained["limit"], fed)
+    backward = _backward_seconds(world, trained["nocomm"], fed)
     rate = _calibrate(world, flats, options.share * backward)
     actions: dict[str, interleave.Action] = {
         name: lambda number, variant=variant: variant.step(fed[number % len(fed)]) for name, variant in trained.items()
     }
     backwards: list[float] = []
-    actions["limit"] = lambda number: _step_noting_backward(trained["limit"], fed[number % len(fed)], backwards)
+    actions["nocomm"] = lambda number: _step_noting_backward(trained["nocomm"], fed[number % len(fed)], backwards)
     actions["communication"] = lambda _number: _communicate(world, flats)
     measured = interleave.measure(world, actions, rounds=options.steps, warmup=options.warmup)
     times = measured.times
     return {
         "options": vars(options),
         "machine": machine.describe(world),
-        "parameters": sum(param.numel() for param in trained["limit"].model.parameters()),
+        "parameters": sum(param.numel() for param in trained["nocomm"].model.parameters()),
         "bucket bytes": bucket_bytes,
         "backward seconds": statistics.median(backwards),
         "bits per second": rate,
@@ -150,10 +149,10 @@ def _communicate(world: lockstep.World, flats: list[torch.Tensor]) -> None:
 
 
 def _hidden(times: Times, name: str) -> Estimate:
-    def share(step: np.ndarray, limit: np.ndarray, communication: np.ndarray) -> np.ndarray:
-        return 1 - (step - limit) / communication
+    def share(step: np.ndarray, nocomm: np.ndarray, communication: np.ndarray) -> np.ndarray:
+        return 1 - (step - nocomm) / communication
 
-    return interleave.compare(times, share, name, "limit", "communication")
+    return interleave.compare(times, share, name, "nocomm", "communication")
 
 
 def _advantage(ours: np.ndarray, theirs: np.ndarray, communication: np.ndarray) -> np.ndarray:
@@ -194,7 +193,7 @@ def _verdict(holds: bool) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="gpt-40m")
+    parser.add_argument("--model", choices=GPT2_SIZES, default="gpt-40m")
     parser.add_argument("--batch", type=int, default=16, help="sequences per worker and step (default 16)")
     parser.add_argument("--context", type=int, default=128, help="tokens per sequence (default 128)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each kind (default 30)")

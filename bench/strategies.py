@@ -5,7 +5,7 @@
     python bench/strategies.py --link-mbit 200                       between two network namespaces (root)
     python bench/strategies.py --device cuda --model gpt2-124m --dtype bf16 --context 1024 --every 50
 
-limit            each worker for itself: no communication at all
+nocomm           each worker for itself: no communication at all
 ddp              torch's DistributedDataParallel in a plain loop
 full             lockstep.Trainer, synchronous: the same bits on any number of workers
 local, diloco    lockstep.Trainer with that strategy
@@ -29,15 +29,19 @@ from typing import Any
 import link
 import torch
 import variants
-from models import SIZES, build
-from variants import Batch, Setup, Variant
+from variants import GPT2_SIZES, Batch, Setup, Variant, build
 
 import lockstep
 from lockstep import wire
 from lockstep.bench import interleave, machine
-from lockstep.data.shard_source import GlobalBatch, Shard
+from lockstep.data.source import GlobalBatch, Shard
 
-KINDS = ("limit", "ddp", "full", *(f"{kind}{how}" for kind in ("local", "diloco") for how in ("", "-int8", "-overlap")))
+KINDS = (
+    "nocomm",
+    "ddp",
+    "full",
+    *(f"{kind}{how}" for kind in ("local", "diloco") for how in ("", "-int8", "-overlap")),
+)
 
 
 def main() -> None:
@@ -94,7 +98,7 @@ def _stepper(
     name: str, options: argparse.Namespace, setup: Setup, world: lockstep.World, fed: list[Batch]
 ) -> Callable[[int], Any]:
     """What makes step after step of a variant."""
-    if name in ("limit", "ddp"):
+    if name in ("nocomm", "ddp"):
         variant = Variant(name, setup, world)
         return lambda number: variant.step(fed[number % len(fed)])
     torch.manual_seed(0)
@@ -147,7 +151,7 @@ def _table(options: argparse.Namespace, world: lockstep.World, measured: interle
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="gpt-10m")
+    parser.add_argument("--model", choices=GPT2_SIZES, default="gpt-10m")
     parser.add_argument("--batch", type=int, default=4, help="sequences per worker and step (default 4)")
     parser.add_argument("--context", type=int, default=128, help="tokens per sequence (default 128)")
     parser.add_argument("--every", type=int, default=16, help="steps between exchanges, and of a round (default 16)")
@@ -159,8 +163,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--link-mbit", type=float, help="two namespaces joined by a link of that many Mbit/s")
     parser.add_argument("--variants", nargs="+", choices=KINDS, default=["ddp", "full", "local", "diloco"])
     options = parser.parse_args()
-    if options.context > SIZES[options.model].context:
-        parser.error(f"{options.model} takes at most {SIZES[options.model].context} tokens per sequence.")
+    if options.context > GPT2_SIZES[options.model].context:
+        parser.error(f"{options.model} takes at most {GPT2_SIZES[options.model].context} tokens per sequence.")
     return options
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 import variants
-from models import SIZES, build
-from variants import Batch, Setup, Variant
+from variants import GPT2_SIZES, Batch, Setup, Variant, build
 
 import lockstep
 from lockstep.bench import interleave, machine
@@ -68,7 +67,7 @@ def _trainer(options: argparse.Namespace, shards: int) -> lockstep.Trainer:
 
 def _shards(world: lockstep.World, fed: list[Batch], number: int, count: int) -> Any:
     """This worker's micro-batches of a step, as its shards."""
-    from lockstep.data.shard_source import GlobalBatch, Shard
+    from lockstep.data.source import GlobalBatch, Shard
 
     micro = [fed[(number + each) % len(fed)] for each in range(count)]
     size, first = len(micro[0][0]), world.rank * count
@@ -88,7 +87,7 @@ def _accumulate(variant: Variant, fed: list[Batch], number: int) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="gpt-10m")
+    parser.add_argument("--model", choices=GPT2_SIZES, default="gpt-10m")
     parser.add_argument("--batch", type=int, default=4, help="sequences per shard (default 4)")
     parser.add_argument("--context", type=int, default=128, help="tokens per sequence (default 128)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each variant (default 30)")

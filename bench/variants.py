@@ -1,6 +1,6 @@
 """The ways to train that are compared, by the names of lockstep.bench.catalogue, each with a GPT of its own.
 
-limit, plain   the bare module, each worker for itself: no communication at all
+nocomm         the bare module, each worker for itself: no communication at all
 ddp            torch's DistributedDataParallel, with its gradients as views of its buckets
 lockstep       lockstep.DataParallel
 zero1..zero3   the same with `zero=1` to 3
@@ -17,14 +17,13 @@ ddp, lockstep and zero take a cap of their buckets in MB, as ddp@4, and a backen
 import argparse
 from dataclasses import dataclass
 
-import models
 import torch
 
 import lockstep
-from lockstep.bench import catalogue, variant, variants, workloads
-from lockstep.bench.workloads import Batch
+from lockstep.bench import catalogue, models, variants
+from lockstep.bench.models import GPT2, GPT2_SIZES, Batch
 
-__all__ = ["Batch", "Setup", "Variant", "batches", "checked"]
+__all__ = ["GPT2", "GPT2_SIZES", "Batch", "Setup", "Variant", "batches", "build", "checked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +39,26 @@ class Setup:
     """Whether the forward pass runs under bfloat16 autocast."""
 
 
-class Variant(variant.Variant):
+class Variant(variants.Variant):
     """A GPT, wrapped in one of the ways, and its optimizer."""
 
     def __init__(self, name: str, setup: Setup, world: lockstep.World) -> None:
         torch.manual_seed(0)  # The same first weights for every variant.
-        setting = variants.setting(name, models.build(setup.model), world, bf16=setup.bf16, batch=setup.batch)
+        setting = variants.setting(name, build(setup.model), world, bf16=setup.bf16, batch=setup.batch)
         made = variants.make(setting)
         super().__init__(setting, made.model, made.optimizer)
+
+
+def build(name: str) -> GPT2:
+    """A new model of the size called `name`, its weights drawn from torch's generator."""
+    return GPT2(GPT2_SIZES[name])
 
 
 def batches(setup: Setup, world: lockstep.World, count: int = 4) -> list[Batch]:
     """This worker's batches of random tokens, different on every worker."""
     generator = torch.Generator().manual_seed(1 + world.rank)
-    vocab = models.SIZES[setup.model].vocab
-    drawn = [workloads.sequences(vocab, setup.batch, setup.context, generator) for _ in range(count)]
+    vocab = GPT2_SIZES[setup.model].vocab
+    drawn = [models.sequences(vocab, setup.batch, setup.context, generator) for _ in range(count)]
     return [tuple(tensor.to(world.device) for tensor in batch) for batch in drawn]
 
 

@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import variants
-from models import SIZES
-from variants import Setup, Variant
+from variants import GPT2_SIZES, Setup, Variant
 
 import lockstep
 from lockstep.bench import interleave, machine
@@ -29,7 +28,7 @@ from lockstep.bench import interleave, machine
 def main() -> None:
     """Start the workers and print what they measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="gpt-10m")
+    parser.add_argument("--model", choices=GPT2_SIZES, default="gpt-10m")
     parser.add_argument("--batch", type=int, default=4, help="sequences per worker and step")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=60)
@@ -50,15 +49,15 @@ def train(options: argparse.Namespace, folder: str) -> list[str]:
     for number in range(3):
         variant.step(fed[number % len(fed)])
     watcher = lockstep.watch(variant.model, folder, progress=False)
-    listeners, gauge = world.events._listeners, variant.model.reducer.gauge
+    listeners, gauge = world.events._listeners, variant.model._engine.reducer.observer
 
     def step(number: int) -> None:
         variant.step(fed[number % len(fed)])
 
     def step_unheard(number: int) -> None:
-        world.events._listeners, variant.model.reducer.gauge = (), None
+        world.events._listeners, variant.model._engine.reducer.observer = (), None
         step(number)
-        world.events._listeners, variant.model.reducer.gauge = listeners, gauge
+        world.events._listeners, variant.model._engine.reducer.observer = listeners, gauge
 
     before, begun = _thread_seconds(), time.perf_counter()
     measured = interleave.measure(world, {"watched": step, "not watched": step_unheard}, rounds=options.steps, warmup=4)

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from lockstep.comm.shm.queue import Queue
+from lockstep.comm.shm.queue import Queue, Turn
 
 
 class Log:
@@ -26,4 +26,4 @@ class Log:
 
 
 def make_queue(**options):
-    return Queue("lockstep-test", lambda error: error, can_be_helped=True, **options)
+    return Queue("lockstep-test", lambda error: error, Turn(), **options)

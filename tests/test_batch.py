@@ -1,4 +1,4 @@
-"""Batches of every make: emptied, cut and moved."""
+"""Batches of every make: cut and moved."""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
@@ -8,12 +8,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence, pad_sequence
-from torch.utils.data import default_collate
+from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.data import batch as batches
 from lockstep.data import tree
-from lockstep.data.cut import Part, cut
+from lockstep.data.order import Part, cut
 from lockstep.errors import UsageError
 
 Point = namedtuple("Point", ["x", "y"])
@@ -37,15 +36,6 @@ class Ragged:
 
     def __getitem__(self, which: slice) -> "Ragged":
         return Ragged(self.samples[which])
-
-
-class Opaque:
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-
-def emptied(collate: Any, sample: Any) -> Any:
-    return batches.empty(collate([sample]), collate([sample, sample]))
 
 
 # --- Containers ---
@@ -81,79 +71,6 @@ def test_dataclasses_are_rebuilt_even_if_frozen() -> None:
 def test_a_default_factory_survives() -> None:
     rebuilt = tree.rebuild(defaultdict(list, a=1), [2])
     assert rebuilt["missing"] == []
-
-
-# --- Empty batches ---
-
-
-def test_an_empty_batch_has_the_shapes_and_types_of_a_full_one() -> None:
-    sample = {"image": torch.ones(3, 8, 8), "label": 4, "name": "cat", "box": (1.0, numpy.ones(2, numpy.float32))}
-    empty = emptied(default_collate, sample)
-    full = default_collate([sample] * 5)
-    assert empty["image"].shape == (0, 3, 8, 8)
-    assert empty["label"].shape == (0,) and empty["label"].dtype == full["label"].dtype
-    assert empty["name"] == []
-    assert empty["box"][0].shape == (0,) and empty["box"][0].dtype == full["box"][0].dtype
-    assert empty["box"][1].shape == (0, 2) and empty["box"][1].dtype == torch.float32
-    assert list(empty) == list(full) and type(empty["box"]) is type(full["box"])
-
-
-def test_a_sample_of_one_column_keeps_the_column() -> None:
-    (column,) = emptied(default_collate, (torch.ones(2),))
-    assert column.shape == (0, 2)
-
-
-def test_samples_along_the_second_dimension() -> None:
-    assert emptied(pad_sequence, torch.ones(7, 3)).shape == (7, 0, 3)
-
-
-def test_samples_along_two_dimensions() -> None:
-    empty = emptied(lambda samples: torch.ones(len(samples), len(samples)), None)
-    assert empty.shape == (0, 0)
-
-
-def test_lists_of_samples_as_detection_models_take_them() -> None:
-    sample = (torch.ones(3, 4, 4), {"boxes": torch.ones(2, 4)})
-    assert emptied(lambda samples: tuple(zip(*samples, strict=True)), sample) == ((), ())
-
-
-def test_samples_laid_end_to_end() -> None:
-    sample = {"nodes": torch.ones(5, 2)}
-    empty = emptied(lambda samples: {"nodes": torch.cat([s["nodes"] for s in samples])}, sample)
-    assert empty["nodes"].shape == (0, 2)
-
-
-def test_what_counts_becomes_zero_and_what_is_constant_stays() -> None:
-    def collate(samples: list[Any]) -> Any:
-        tokens = 57 * len(samples)
-        constants = {"scale": 0.5, "table": torch.eye(3), "kind": "text", "nothing": None, "flag": True}
-        counts = {"int": tokens, "float": float(tokens), "tensor": torch.tensor(tokens), "numpy": numpy.float32(tokens)}
-        return {**constants, **counts, "array": numpy.array(tokens)}
-
-    empty = emptied(collate, None)
-    assert (empty["int"], empty["float"], empty["tensor"], empty["numpy"], empty["array"]) == (0, 0, 0, 0, 0)
-    assert empty["tensor"].dtype == torch.int64 and type(empty["numpy"]) is numpy.float32
-    assert (empty["scale"], empty["kind"], empty["nothing"], empty["flag"]) == (0.5, "text", None, True)
-    assert torch.equal(empty["table"], torch.eye(3))
-
-
-def test_named_tuples_and_dataclasses_are_emptied_inside() -> None:
-    empty = emptied(lambda samples: Frozen(Point(torch.stack(samples), [*samples])), torch.ones(2))
-    assert empty.x.x.shape == (0, 2) and empty.x.y == [] and empty.name == "name"
-
-
-def test_arrays_of_numpy() -> None:
-    assert emptied(numpy.stack, numpy.ones(3)).shape == (0, 3)
-
-
-def test_a_batch_of_the_users_own_is_emptied_by_slicing() -> None:
-    empty = emptied(Ragged, 1)
-    assert isinstance(empty, Ragged) and len(empty) == 0
-
-
-def test_an_object_that_cannot_be_emptied_is_named() -> None:
-    with pytest.raises(UsageError, match=r"empty Opaque is.*__len__"):
-        emptied(Opaque, 1)
 
 
 # --- Ready batches ---

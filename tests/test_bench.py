@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.bench import request
-from lockstep.bench.comm import Results, Row, bus_bandwidth
+from lockstep.bench.comm import CommResults, CommRow, bus_bandwidth
 from lockstep.bench.interleave import Estimate
 from lockstep.cli import bench
 from lockstep.cli.main import main
@@ -79,8 +79,8 @@ def test_help_names_every_option_and_formula(capsys):
 def test_a_request_without_words_fits_the_machine(monkeypatch):
     for cores, workers in ((1, 2), (2, 2), (6, 6)):
         monkeypatch.setattr(request.host, "num_cores", lambda cores=cores: cores)
-        asked = request.checked(None, ["1K", "2k", "1024", "64"], None, 3)
-        assert asked == request.Request(workers, (1024, 2048, 64), None, 3)
+        asked = request.checked_comm(None, ["1K", "2k", "1024", "64"], None, 3)
+        assert asked == request.CommRequest(workers, (1024, 2048, 64), None, 3)
 
 
 @given(st.integers(1, 1 << 40))
@@ -105,8 +105,8 @@ def test_bus_bandwidth_is_that_of_the_least_traffic():
 
 def test_the_table():
     rows = (
-        Row(1024, "gloo", "ring", 0.002, Traffic(1536, 6, 6), 0.5, Estimate(2.0, 1.5, 2.5)),
-        Row(2048, "gloo", "own", 0.001, None, 1.0, Estimate(1.0, 1.0, 1.0)),
+        CommRow(1024, "gloo", "ring", 0.002, Traffic(1536, 6, 6), 0.5, Estimate(2.0, 1.5, 2.5)),
+        CommRow(2048, "gloo", "own", 0.001, None, 1.0, Estimate(1.0, 1.0, 1.0)),
     )
     names, first, blank, second = bench.table(rows)
     assert names.split()[:4] == ["size", "backend", "algorithm", "time"]
@@ -114,5 +114,5 @@ def test_the_table():
     assert blank == ""
     assert second.split() == ["2K", "gloo", "own", "1.00", "ms", "-", "-", "1.000", "1.00", "(1.00-1.00)"]
     assert len(names) == len(first) == len(second) <= 120
-    results = Results({"workers": 2, "cpu": "some"}, {1024: "2 of 2 rounds count"}, rows)
+    results = CommResults({"workers": 2, "cpu": "some"}, {1024: "2 of 2 rounds count"}, rows)
     assert bench.closing(results) == ["1K: 2 of 2 rounds count", "workers: 2, cpu: some"]

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.cli.run import closing_words
-from lockstep.start.command import Outcome
+from lockstep.start.command import RunOutcome
 from lockstep.start.failure import Failure
 
 
@@ -28,6 +28,9 @@ def _clean_environment(monkeypatch, tmp_path):
         (["run", "-n", "0", "script.py"], "0 workers"),
         (["run", "-n", "-3", "script.py"], "-3 workers"),
         (["run", "-n", "2", "--threads", "0", "script.py"], "0 threads"),
+        (["run", "--notice", "nan", "script.py"], "nan is no number of seconds"),
+        (["run", "--notice", "inf", "script.py"], "inf is no number of seconds"),
+        (["run", "--notice", "soon", "script.py"], "soon is no number of seconds"),
         (["run", "-n", "2", "missing.py"], "there is no 'missing.py'"),
         (["run", "-n", "2", "folder"], "'folder' is not a file"),
     ],
@@ -68,16 +71,18 @@ def test_help_names_every_option(capsys):
 @pytest.mark.parametrize(
     ("outcome", "said"),
     [
-        (Outcome(2), []),
-        (Outcome(1, Failure(0, 0.0, 3, "")), []),
+        (RunOutcome(2), []),
+        (RunOutcome(1, has_met=False), []),
+        (RunOutcome(2, signum=13, has_met=False), []),
+        (RunOutcome(1, Failure(0, 0.0, 3, "")), []),
         (
-            Outcome(1, Failure(0, 0.0, -11, "")),
+            RunOutcome(1, Failure(0, 0.0, -11, "")),
             ["lockstep run: the worker was killed by SIGSEGV, a crash in native code."],
         ),
-        (Outcome(2, signum=13), []),
-        (Outcome(2, signum=2), ["lockstep run: ended by SIGINT; no worker is left."]),
+        (RunOutcome(2, signum=13), []),
+        (RunOutcome(2, signum=2), ["lockstep run: ended by SIGINT; no worker is left."]),
         (
-            Outcome(2, Failure(1, 0.0, 1, "Traceback")),
+            RunOutcome(2, Failure(1, 0.0, 1, "Traceback")),
             ["lockstep run: worker 1 failed first (exit code 1); its last words:", "Traceback"],
         ),
     ],

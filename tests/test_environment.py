@@ -1,7 +1,7 @@
 import pytest
 
-from lockstep import LaunchError
-from lockstep.environment import Launch, first_host, read
+from lockstep import LaunchError, UsageError
+from lockstep.environment import HostPlace, Launch, first_host, hosts_of, read, required_secret
 
 TORCHRUN = {
     "RANK": "1",
@@ -99,3 +99,55 @@ def test_what_does_not_add_up_is_named(environ, named):
 )
 def test_first_host(nodes, host):
     assert first_host(nodes) == host
+
+
+STEP = SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+
+
+def test_one_host_is_no_run_over_several():
+    for environ in ({}, SLURM, SLURM | {"SLURM_STEP_NUM_NODES": "1"}, {"JOB_COMPLETION_INDEX": "3"}):
+        assert hosts_of(environ, None, None, None, None) is None
+    assert hosts_of({}, 1, None, None, None) is None
+
+
+def test_the_place_of_a_host():
+    assert hosts_of({}, 3, 2, "a:1", None) == HostPlace("a:1", 3, 2)
+    assert hosts_of({"JOB_COMPLETION_INDEX": "1"}, 2, None, "a:1", None) == HostPlace("a:1", 2, 1)
+    operator = {"PET_NNODES": "4", "PET_NODE_RANK": "3", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "9"}
+    assert hosts_of(operator, None, None, None, None) == HostPlace("m:9", 4, 3)
+    assert hosts_of({}, None, None, None, "a:1") == HostPlace("a:1", 0, None)
+
+
+def test_slurm_says_where_a_launcher_belongs():
+    place = hosts_of(STEP, None, None, None, None)
+    assert place == HostPlace(f"n03:{read(SLURM).port}", 2, 1)
+    assert hosts_of(STEP, None, None, "etcd://e:1", None) == HostPlace("etcd://e:1", 2, 1)
+    with pytest.raises(LaunchError, match=r"8 tasks on 2 hosts, and `lockstep run` is to be started once on each"):
+        hosts_of(STEP | {"SLURM_STEP_NUM_TASKS": "8"}, None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ((2, None, "a:1", None), "give each host its number with --host-rank R"),
+        ((2, 0, None, None), "give each host its number with --host-rank R"),
+        ((2, 2, "a:1", None), "host ranks go from 0 to the number of hosts minus 1"),
+        ((None, 1, None, None), "say how many with --hosts"),
+        ((2, None, None, "a:1"), "--join says all"),
+    ],
+)
+def test_what_does_not_say_where_a_host_belongs(asked, said):
+    with pytest.raises(UsageError, match=said):
+        hosts_of({}, *asked)
+
+
+def test_the_secret_of_several_hosts(tmp_path):
+    (tmp_path / "secret").write_text("s" * 32 + "\n")
+    assert required_secret({}, str(tmp_path / "secret")) == "s" * 32
+    assert required_secret({"LOCKSTEP_SECRET": "e" * 32}, None) == "e" * 32
+    with pytest.raises(LaunchError, match=r"export LOCKSTEP_SECRET=\$\(openssl rand -hex 16\)"):
+        required_secret({}, None)
+    with pytest.raises(LaunchError, match="cannot be read"):
+        required_secret({}, str(tmp_path / "none"))
+    with pytest.raises(LaunchError, match="fewer than 32 can be guessed"):
+        required_secret({"LOCKSTEP_SECRET": "short"}, None)

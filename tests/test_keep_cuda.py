@@ -4,13 +4,13 @@ import pytest
 import torch
 from test_keep_checkpoint import Alone
 
-from lockstep.keep import HostMemory, Piece, open_checkpoint, safetensors, write, write_async
+from lockstep.keep import HostMemory, Piece, open_checkpoint, tensor_file, write, write_async
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def test_written_and_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors, "STAGING_BYTES", 1 << 16)
+    monkeypatch.setattr(tensor_file, "STAGING_BYTES", 1 << 16)
     param = torch.randn(1_000_003, device="cuda")
     write(tmp_path, step=1, pieces=[Piece.whole("p", param)], tree=None, world=Alone())
     out = torch.zeros_like(param)

@@ -44,7 +44,32 @@ DAMAGE = {
     ),
     "files missing": lambda folder: edited(folder / MANIFEST, files={}),
     "a step that is no number": lambda folder: edited(folder / MANIFEST, step="7"),
+    "a step of 70 bits": lambda folder: edited(folder / MANIFEST, step=2**70),
+    "a shape of many dimensions": lambda folder: edited(
+        folder / MANIFEST, tensors={"x": {"shape": [1] * 10**5, "dtype": "float32", "pieces": []}}
+    ),
+    "a pipe for the manifest": lambda folder: replaced(folder / MANIFEST, os.mkfifo),
+    "an endless manifest": lambda folder: replaced(folder / MANIFEST, lambda path: path.symlink_to("/dev/zero")),
+    "a huge manifest": lambda folder: os.truncate(folder / MANIFEST, 1 << 40),
+    "a linked manifest": lambda folder: linked(folder / MANIFEST),
+    "a linked file": lambda folder: linked(folder / DATA),
+    "a pipe for a file": lambda folder: replaced(folder / DATA, os.mkfifo),
+    "a file of a terabyte": lambda folder: (
+        os.truncate(folder / DATA, 1 << 40),
+        edited(folder / MANIFEST, files={DATA: {"bytes": 1 << 40, "crc32": "0"}}),
+    ),
 }
+
+
+def replaced(path, make):
+    path.unlink()
+    make(path)
+
+
+def linked(path):
+    """Somebody else's file in the place of one of ours."""
+    elsewhere = path.rename(path.parent.parent / f"elsewhere-{path.name}")
+    path.symlink_to(elsewhere)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -32,32 +33,32 @@ from torch.utils.data import (
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lockstep import seeds
+from lockstep.comm.group import Membership
 from lockstep.comm.peers import Peer, Peers
 from lockstep.data import ShardedLoader, shard
 from lockstep.data.source import Loaded
 from lockstep.errors import UsageError
-from lockstep.weight import Weight
+from lockstep.weight import Weight, in_force
 from lockstep.world import World
 
+pytestmark = pytest.mark.filterwarnings("ignore:worker . has no sample of this batch")
 SIZES = [1, 2, 3, 4, 5]
 TOTAL = 23
 
 
+class InTurn(World):
+    """A worker of a world whose workers run one after the other, and have the same to say."""
+
+    def gather_json(self, obj: Any) -> list[Any]:
+        return [obj] * self.size
+
+
 def make_world(rank: int = 0, size: int = 1, seed: int = 7) -> World:
     me = Peer.me(rank)
-    return World(
-        rank,
-        size,
-        local_rank=rank,
-        local_size=size,
-        device=torch.device("meta"),
-        backend="gloo",
-        seed=seed,
-        peers=Peers(me, (me,), None, timedelta(seconds=1)),
-        group=None,
-        host_group=None,
-        owns_group=False,
-    )
+    peers = Peers(me, (me,), None, timedelta(seconds=1))
+    world = InTurn(Membership(rank, size, rank, size, torch.device("cpu"), "gloo", peers, None, None, owns_group=False))
+    world._seed = seed
+    return world
 
 
 class Numbers(Dataset[int]):
@@ -198,10 +199,19 @@ def kinds(table: dict[str, Any], names: set[str] | None = None) -> Any:
 
 
 def epoch_of(make: Callable[[], DataLoader[Any]], rank: int, size: int, epochs: int = 1) -> list[Tensor]:
-    """What worker `rank` gets in the last of `epochs`; its generators differ from all others'."""
+    """What worker `rank` has of the last of `epochs`; its generators differ from all others'."""
     seeds.seed_everything(1000 + rank)
     loader = shard(make(), world=make_world(rank, size))
-    return [list(loader) for _ in range(epochs)][-1]
+    return [own(loader) for _ in range(epochs)][-1]
+
+
+def own(loader: ShardedLoader) -> list[Tensor]:
+    """The batches of an epoch without stand-ins, of which there is one sample."""
+    parts = []
+    for part in loader:
+        assert len(part) == max(1, loader.num_samples)
+        parts.append(part[: loader.num_samples])
+    return parts
 
 
 def global_batches(make: Callable[[], DataLoader[Any]], size: int, epochs: int = 1) -> list[list[int]]:
@@ -254,7 +264,7 @@ def test_a_source_can_travel_into_spawned_processes(make: Any) -> None:
     there = pickle.loads(ForkingPickler.dumps((parts.dataset, parts.worker_init_fn, parts.collate_fn)))
     sampler = None if isinstance(there[0], IterableDataset) else parts.sampler
     arrived = DataLoader(there[0], None, sampler=sampler, collate_fn=there[2])
-    assert [part.batch.tolist() for part in arrived] == [[2], [5], []]
+    assert [(part.size, part.total, part.batch.tolist()) for part in arrived] == [(1, 3, [2]), (1, 3, [5]), (0, 1, [6])]
 
 
 def test_a_worker_fetches_its_own_samples_only() -> None:
@@ -278,7 +288,7 @@ def test_the_user_sees_an_error_of_the_data_set() -> None:
         list(shard(DataLoader(Broken(), 4), world=make_world()))
 
 
-# --- Empty parts ---
+# --- Parts without samples ---
 
 
 def records(index: int) -> dict[str, Any]:
@@ -297,24 +307,24 @@ class RecordStream(Count):
 
 @pytest.mark.parametrize("dataset", [Records(5), RecordStream(5)], ids=["map-style", "iterable"])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_empty_part_looks_like_the_others(dataset: Any, num_workers: int) -> None:
+def test_a_worker_without_samples_gets_the_first_of_the_batch(dataset: Any, num_workers: int) -> None:
     world = make_world(2, 3)
     loader = shard(DataLoader(dataset, 3, num_workers=num_workers), world=world)
-    for step, batch in enumerate(loader):
-        assert world.weight is not None
-        count = 1 if step == 0 else 0
-        assert (world.weight.value, world.weight.total) == (count, 3 - step)
-        assert batch["x"].shape == (count, 2, 3) and len(batch["name"]) == count
-        assert [column.shape for column in batch["pair"]] == [(count,)] * 2
-        assert batch["pair"][0].dtype == torch.int64 and batch["pair"][1].dtype == torch.float64
-    assert step == 1
+    seen = []
+    with pytest.warns(UserWarning, match="worker 2 has no sample of this batch") as warned:
+        for batch in loader:
+            weight = weight_of(world, batch["x"])
+            assert weight.is_stand_in == world.hand_outs.is_standing_in
+            seen.append((batch["name"], weight.value, weight.total, loader.num_samples))
+    assert seen == [(["sample 2"], 1, 3, 1), (["sample 3"], 0, 2, 0)]
+    assert len(warned) == 1
 
 
-def test_the_gradient_of_an_empty_part_is_zero() -> None:
-    model = torch.nn.Linear(6, 1)
-    *_, batch = shard(DataLoader(Records(4), 3), world=make_world(1, 3))
-    model(batch["x"].flatten(1)).sum().backward()
-    assert all(not param.grad.any() for param in model.parameters() if param.grad is not None)
+def test_the_first_row_stands_in_for_a_ready_batch() -> None:
+    world = make_world(2, 3)
+    loader = shard(DataLoader(Chunks(), None), world=world)
+    with pytest.warns(UserWarning, match="stand-in"):
+        assert [(part.tolist(), loader.num_samples) for part in loader] == [([3], 1), ([4], 0), ([9, 10], 2), ([11], 0)]
 
 
 # --- Epochs ---
@@ -331,10 +341,10 @@ def test_epochs_reshuffle_by_themselves_and_alike_on_all_workers(make: Any) -> N
 def test_set_epoch_gives_the_order_of_that_epoch(make: Any) -> None:
     world = make_world(1, 2)
     first = shard(make(), world=world)
-    epochs = [torch.cat(list(first)).tolist() for _ in range(3)]
+    epochs = [torch.cat(own(first)).tolist() for _ in range(3)]
     resumed = shard(make(), world=world)
     resumed.set_epoch(2)
-    assert torch.cat(list(resumed)).tolist() == epochs[2]
+    assert torch.cat(own(resumed)).tolist() == epochs[2]
     assert resumed.epoch == 3
 
 
@@ -352,7 +362,7 @@ def test_resumes_at_the_next_global_batch_on_another_number_of_workers(make: Any
     resumed = [shard(make(), world=make_world(rank, 3)) for rank in range(3)]
     for loader in resumed:
         loader.load_state_dict(state)
-    rest = [[list(loader), list(loader)] for loader in resumed]
+    rest = [[own(loader), own(loader)] for loader in resumed]
     got = [torch.cat(parts).tolist() for epoch in zip(*rest, strict=True) for parts in zip(*epoch, strict=True)]
     assert got == expected[given:]
     assert resumed[0].state_dict() == {"epoch": 3, "batches": 0}
@@ -592,19 +602,22 @@ def test_settings_of_the_loader_are_kept() -> None:
 # --- The weight of the batch ---
 
 
+def weight_of(world: World, *tensors: Tensor, trains: bool = True) -> Weight:
+    weight = world.hand_outs.find(tensors, trains=trains)
+    assert weight is not None
+    return weight
+
+
 def weights(world: World, loader: ShardedLoader) -> list[tuple[Any, Any]]:
-    seen = []
-    for part in loader:
-        assert world.weight is not None and world.weight.value == len(part)
-        seen.append((world.weight.value, world.weight.total))
-    return seen
+    found = (weight_of(world, part) for part in loader)
+    return [(weight.value, weight.total) for weight in found]
 
 
 @pytest.mark.parametrize("make", [lambda: DataLoader(Numbers(11), 4), lambda: DataLoader(Count(11), 4)])
-def test_each_batch_says_what_it_weighs(make: Any) -> None:
+def test_each_batch_is_known_by_its_weight(make: Any) -> None:
     world = make_world(1, 3)
     assert weights(world, shard(make(), world=world)) == [(1, 4), (1, 4), (1, 3)]
-    assert world.weight is None
+    assert world.hand_outs.find([torch.ones(1)], trains=True) is None
 
 
 def test_the_weight_of_a_ready_batch_is_its_length() -> None:
@@ -612,42 +625,76 @@ def test_the_weight_of_a_ready_batch_is_its_length() -> None:
     assert weights(world, shard(DataLoader(Chunks(), None), world=world)) == [(2, 4), (1, 1), (2, 6), (1, 2)]
 
 
-def test_an_evaluation_inside_the_training_loop_gives_the_weight_back() -> None:
+def test_batches_read_ahead_are_known_by_their_tensors_and_by_views_of_them() -> None:
+    world = make_world(0, 2)
+    parts = list(shard(DataLoader(Numbers(9), 4), world=world))
+    assert [weight_of(world, part.view(-1, 1)).total for part in parts] == [4, 4, 1]
+
+
+def test_a_changed_batch_is_the_one_in_use() -> None:
+    world = make_world(0, 2)
+    for part in shard(DataLoader(Numbers(9), 4), world=world):
+        weight = weight_of(world, part.double())
+        assert (weight.value, weight.doubt) == (len(part), "")
+
+
+def read_ahead(loader: ShardedLoader) -> Iterator[Tensor]:
+    """Batches, each when the next has been read, as copies that nobody knows."""
+    parts = iter(loader)
+    ahead = next(parts).clone()
+    for part in parts:
+        yield ahead
+        ahead = part.clone()
+    yield ahead
+
+
+def test_a_changed_batch_that_was_read_ahead_is_known_by_its_length() -> None:
+    world = make_world(0, 2)
+    loader = shard(DataLoader(Numbers(9), 4), world=world)
+    assert [weight_of(world, part).total for part in read_ahead(loader)] == [4, 4, 1]
+
+
+def test_where_it_cannot_be_told_a_weight_has_to_be_given() -> None:
+    world = make_world(0, 2)
+    long, short = (iter(shard(DataLoader(Numbers(total), 4), world=world)) for total in (4, 3))
+    next(long), next(short)
+    weight = weight_of(world, torch.ones(2))
+    assert "2 of 3 and 2 of 4 samples" in weight.doubt
+    with pytest.raises(UsageError, match=r"lockstep.backward\(loss, weight"):
+        in_force(None, weight)
+    explicit = Weight(5)
+    assert in_force(explicit, weight) is explicit
+    tagged = weight_of(world, (known := next(iter(shard(DataLoader(Numbers(3), 3), world=world)))), known)
+    assert (tagged.total, tagged.doubt) == (3, "")
+
+
+def test_an_evaluation_inside_the_training_loop_leaves_the_batch_in_use() -> None:
     world = make_world(1, 2)
     training = shard(DataLoader(Numbers(9), 4), world=world)
     evaluation = shard(DataLoader(Numbers(5), 5), world=world)
-    for _ in training:
-        before = world.weight
-        assert weights(world, evaluation) == [(2, 5)]
-        assert world.weight is before
-    assert world.weight is None
+    with pytest.warns(UserWarning, match="stand-in"):
+        for part in training:
+            assert weights(world, evaluation) == [(2, 5)]
+            assert weight_of(world, part.clone()).value == training.num_samples
+            assert world.hand_outs.is_standing_in == (training.num_samples == 0)
 
 
-def test_a_loop_left_early_gives_the_weight_back() -> None:
+@pytest.mark.parametrize("leaves", ["early", "by an error", "with another"])
+def test_a_loop_that_was_left_leaves_nothing(leaves: str) -> None:
     world = make_world()
-    before = world.weight = Weight(3)
-    for _ in shard(DataLoader(Numbers(), 4), world=world):
-        break
+    loader = shard(DataLoader(Numbers(), 4), world=world)
+    if leaves == "early":
+        for _ in loader:
+            break
+    elif leaves == "by an error":
+        with pytest.raises(KeyError):
+            for _ in loader:
+                raise KeyError
+    else:
+        for _ in zip(loader, shard(DataLoader(Numbers(8), 4), world=world), strict=False):
+            pass
     gc.collect()
-    assert world.weight is before
-
-
-def test_a_loop_that_fails_gives_the_weight_back() -> None:
-    world = make_world()
-    with pytest.raises(KeyError):
-        for _ in shard(DataLoader(Numbers(), 4), world=world):
-            raise KeyError
-    gc.collect()
-    assert world.weight is None
-
-
-def test_loops_side_by_side_leave_no_weight() -> None:
-    world = make_world()
-    short, long = (shard(DataLoader(Numbers(total), 4), world=world) for total in (8, 20))
-    for _ in zip(short, long, strict=False):
-        assert world.weight is not None
-    gc.collect()
-    assert world.weight is None
+    assert world.hand_outs.find([torch.ones(4)], trains=True) is None
 
 
 # --- Evaluation ---
@@ -662,8 +709,10 @@ def test_evaluation_over_any_number_of_workers_is_evaluation_on_one(size: int, b
     x, y = dataset.tensors
     correct, counted, confusion = 0, 0, torch.zeros(3, 3, dtype=torch.int64)
     for rank in range(size):
-        for inputs, targets in shard(DataLoader(dataset, batch_size, shuffle=True), world=make_world(rank, size)):
-            predicted = model(inputs).argmax(1)
+        loader = shard(DataLoader(dataset, batch_size, shuffle=True), world=make_world(rank, size))
+        for inputs, targets in loader:
+            targets = targets[: loader.num_samples]
+            predicted = model(inputs).argmax(1)[: loader.num_samples]
             correct += int((predicted == targets).sum())
             counted += len(targets)
             confusion.index_put_((targets, predicted), torch.tensor(1), accumulate=True)
@@ -700,13 +749,15 @@ def test_pinned_parts_arrive_on_the_gpu(num_workers: int) -> None:
 # --- The loader as an object ---
 
 
-def test_batches_are_moved_if_asked() -> None:
+def test_batches_are_on_the_workers_device_unless_asked() -> None:
     def devices(device: Any) -> set[str]:
-        loader = shard(DataLoader(Records(4), 2), world=make_world(), device=device)
+        world = make_world()
+        world.device = torch.device("meta")
+        loader = shard(DataLoader(Records(4), 2), world=world, device=device)
         return {leaf.device.type for batch in loader for leaf in (batch["x"], *batch["pair"])}
 
-    assert devices(True) == devices("meta") == devices(torch.device("meta")) == {"meta"}
-    assert devices(None) == devices(False) == {"cpu"}
+    assert devices(None) == devices(True) == devices(torch.device("meta")) == {"meta"}
+    assert devices("cpu") == devices(False) == {"cpu"}
 
 
 def test_the_original_shows_through() -> None:
@@ -747,6 +798,12 @@ class OwnDistributed(SequentialSampler):
     num_replicas = 2
 
 
+class SplitByNode(Count):
+    """What Hugging Face's split_dataset_by_node makes of a stream."""
+
+    _distributed = SimpleNamespace(rank=0, world_size=2)
+
+
 def distributed(num_replicas: int = 2) -> DistributedSampler[int]:
     return DistributedSampler(Numbers(), num_replicas, rank=0)
 
@@ -761,6 +818,7 @@ def distributed(num_replicas: int = 2) -> DistributedSampler[int]:
         (lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(distributed(), 4, False)), "DistributedSampler"),
         (lambda: DataLoader(Numbers(), None, sampler=BatchSampler(distributed(), 4, False)), "DistributedSampler"),
         (lambda: DataLoader(Numbers(), 4, sampler=OwnDistributed(Numbers())), "OwnDistributed"),
+        (lambda: DataLoader(SplitByNode(), 4), "split_dataset_by_node"),
         (lambda: OwnLoop(Numbers()), "OwnLoop has an __iter__"),
         (lambda: DataLoader(torch.utils.data.datapipes.iter.IterableWrapper([1, 2]), 2), "IterDataPipe"),
     ],

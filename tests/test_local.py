@@ -6,10 +6,9 @@ from torch import nn
 
 import lockstep
 from lockstep import wire
-from lockstep.train.anchor import Anchor, follow
-from lockstep.train.inner_state import MESSAGE_NUMEL, _batches
-from lockstep.train.messages import Messages
-from lockstep.train.outer import Outer, nesterov
+from lockstep.replica.agreement import MESSAGE_BYTES, in_messages
+from lockstep.train.local.anchor import Anchor, copy_of, follow
+from lockstep.train.local.optimizers import OuterOptimizer, nesterov
 
 
 @pytest.mark.parametrize("kind", [lockstep.LocalSGD, lockstep.DiLoCo])
@@ -56,12 +55,12 @@ def test_outer_steps_against_the_change_and_goes_on_later():
         return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
 
     common, plain = start(), start()
-    outer, optimizer = Outer(nesterov, common, names), nesterov(plain)
+    outer, optimizer = OuterOptimizer(nesterov, common, names), nesterov(plain)
     for number, change in enumerate(changes):
         if number == 2:
             tensors, state = {name: each.clone() for name, each in outer.tensors().items()}, outer.state_dict()
             resumed = [nn.Parameter(each.detach().clone()) for each in common]
-            later = Outer(nesterov, resumed, names)
+            later = OuterOptimizer(nesterov, resumed, names)
             later.load_tensors(tensors)
             later.load_state_dict(state)
         for param, each in zip(plain, change, strict=True):
@@ -72,15 +71,16 @@ def test_outer_steps_against_the_change_and_goes_on_later():
         outer(common, [each.clone() for each in change])
     assert all(torch.equal(one, other) for one, other in zip(common, plain, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(common, resumed, strict=True))
-    other = Outer(lambda params: torch.optim.Adam(params), start(), names)
+    other = OuterOptimizer(lambda params: torch.optim.Adam(params), start(), names)
     other.load_tensors(tensors)
     other.load_state_dict(state)
     assert not other.optimizer.state
 
 
 def test_state_travels_in_few_messages():
-    tensors = [torch.empty(MESSAGE_NUMEL // 2, dtype=torch.float16), torch.empty(3), torch.empty(4)] * 3
-    batches = _batches(tensors)
+    """Tensors of one kind together, empty ones not at all."""
+    half = torch.empty(MESSAGE_BYTES // 4, dtype=torch.float16)
+    batches = in_messages([half, torch.empty(3), torch.empty(0), torch.empty(4)] * 3)
     assert sorted(map(len, batches)) == [1, 2, 6]
     assert all(len({each.dtype for each in together}) == 1 for together in batches)
 
@@ -92,7 +92,7 @@ def alone():
     own = list(net.parameters())
     before = [each.detach().clone() for each in own]
     names = [name for name, _ in net.named_parameters()]
-    anchor = Anchor(lambda: own, Messages(world, names, own, None, 1 << 20), 1)
+    anchor = Anchor(world, names, lambda: own, None, 1 << 20, copy_of(own))
     with torch.no_grad():
         torch._foreach_add_(own, 0.5)
         anchor.send(keeps=True)

@@ -14,8 +14,7 @@ import warnings
 import pytest
 from report_run import write_run
 
-from lockstep.watching.progress import Progress, describe, line
-from lockstep.watching.tensorboard import TensorBoard, scalars
+from lockstep.watching.live import StatusLine, TensorBoard, describe, scalars, status
 
 
 class Clock:
@@ -67,18 +66,18 @@ def test_a_record_in_words(records):
     words = describe(records[50])
     assert words[0] == "step 50" and words[1].startswith("loss ") and words[2].endswith(" samples/s")
     assert words[3].startswith("efficiency ") and words[4].startswith("exposed ")
-    assert line(records[50]).startswith("  ".join(words) + "  worker 2 holds everyone up")
+    assert status(records[50]).startswith("  ".join(words) + "  worker 2 holds everyone up")
 
 
 def test_what_is_not_known_is_left_out():
     assert describe({"step": 3}) == ["step 3"]
     assert describe({"step": 3, "loss": math.nan, "verdict": "a\x1b[2Jb\n"}) == ["step 3", "loss nan"]
-    assert line({"step": 3, "verdict": "a\x1b[2Jb\n"}) == "step 3  a[2Jb"
+    assert status({"step": 3, "verdict": "a\x1b[2Jb\n"}) == "step 3  a[2Jb"
 
 
 @pytest.mark.parametrize("width", [1, 10, 20, 40, 79, 120, 300])
 def test_a_line_fits(records, width):
-    text = line(records[50], width)
+    text = status(records[50], width)
     assert len(text) <= width and text.startswith("step 50"[:width])
     assert (" of it in data" in text) == (width == 300)
     assert ("worker 2 holds everyone up" in text) == (width >= 79)
@@ -86,7 +85,7 @@ def test_a_line_fits(records, width):
 
 def test_a_terminal_is_redrawn_at_most_five_times_a_second(records, terminal):
     clock = Clock()
-    progress = Progress(terminal.stream, clock)
+    progress = StatusLine(terminal.stream, clock)
     for record in records:
         progress.show(record)
         clock.now += 0.0625
@@ -94,13 +93,13 @@ def test_a_terminal_is_redrawn_at_most_five_times_a_second(records, terminal):
     assert written.count("\r\x1b[2K") == 15
     assert all(len(part) < 70 for part in written.split("\r\x1b[2K"))
     progress.close()
-    assert terminal.read() == "\r\x1b[2K" + line(records[-1], 69) + "\r\n"
+    assert terminal.read() == "\r\x1b[2K" + status(records[-1], 69) + "\r\n"
     progress.close()
 
 
 def test_a_log_gets_a_line_every_ten_seconds(records):
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(stream, clock)
+    progress = StatusLine(stream, clock)
     for record in records:
         progress.show(record)
         clock.now += 1.0
@@ -112,7 +111,7 @@ def test_a_log_gets_a_line_every_ten_seconds(records):
 
 def test_a_closed_stream_ends_nothing(records):
     stream = io.StringIO()
-    progress = Progress(stream, Clock())
+    progress = StatusLine(stream, Clock())
     stream.close()
     progress.show(records[0])
     progress.close()
@@ -134,7 +133,7 @@ def test_without_tensorboard_nothing_is_written_and_that_is_said(records, tmp_pa
         board = TensorBoard(tmp_path / "board")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        board.write(records[0])
+        board.show(records[0])
         board.close()
     assert not (tmp_path / "board").exists()
 
@@ -145,7 +144,7 @@ def test_tensorboard_gets_the_numbers(records, tmp_path):
 
     board = TensorBoard(tmp_path)
     for record in records:
-        board.write(record)
+        board.show(record)
     board.close()
     found = EventAccumulator(str(tmp_path))
     found.Reload()

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm import segment
-from lockstep.comm.futex import WRAP, Futex, _kernel_fence, fence, reached
-from lockstep.comm.segment import open_segment, pages
-from lockstep.comm.shm.board import DTYPES, Call
-from lockstep.comm.shm.places import cut
+from lockstep.comm import shm
+from lockstep.comm.shm import segment
+from lockstep.comm.shm.barrier import CALL_TEXT_BYTES, pack_call
+from lockstep.comm.shm.futex import WRAP, Futex, _kernel_fence, fence, reached
+from lockstep.comm.shm.segment import cut, open_segment, pages
 from lockstep.errors import LaunchError
+
+DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 
 
 def pair(slice_bytes):
@@ -75,10 +77,11 @@ def test_nobody_can_shrink_it(monkeypatch):
     os.close(made[0])
 
 
-def test_elsewhere_than_on_linux_it_says_so(monkeypatch):
-    monkeypatch.setattr(segment.platform, "system", lambda: "Darwin")
-    with pytest.raises(LaunchError, match=r"needs Linux.*Use gloo"):
-        open_segment("key", 1, store=dist.HashStore(), rank=0, size=1, watch=lambda doing: None)
+@pytest.mark.parametrize("what, found", [("system", "Darwin"), ("machine", "pdp11")])
+def test_elsewhere_than_on_linux_it_says_so(monkeypatch, what, found):
+    monkeypatch.setattr(shm.platform, what, lambda: found)
+    with pytest.raises(LaunchError, match=rf"needs Linux.*{found}.*Use gloo"):
+        shm._create(None, None)
 
 
 def test_a_wait_that_will_never_end_is_watched():
@@ -133,10 +136,11 @@ def test_cuts_cover_and_begin_on_cache_lines(numel, size, itemsize):
         assert begin * itemsize % 64 == 0 or begin == numel
 
 
-@given(st.sampled_from(DTYPES), st.integers(0, 2**60), st.sampled_from(("", "SUM")), st.integers(-1, 1000))
-def test_a_call_is_read_as_it_was_posted(dtype, numel, reduction, root):
-    call = Call("all_reduce", dtype, numel, reduction, root)
-    assert Call.unpack(call.pack()) == call
+@given(st.sampled_from(DTYPES), st.integers(0, 2**60), st.sampled_from(("", "PREMUL_SUM")), st.integers(-1, 1000))
+def test_a_call_has_its_place_on_the_page(dtype, numel, reduction, root):
+    packed = pack_call("reduce_scatter", dtype, numel, reduction, root)
+    assert len(packed) == CALL_TEXT_BYTES and str(dtype).removeprefix("torch.") in packed.decode()
+    assert packed != pack_call("reduce_scatter", dtype, numel + 1, reduction, root)
 
 
 @given(st.integers(0, 10**6))

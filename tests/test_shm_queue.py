@@ -11,8 +11,7 @@ from datetime import timedelta
 import pytest
 from queue_log import Log, make_queue
 
-from lockstep.comm.shm.queue import Queue
-from lockstep.comm.shm.work import ShmWork, await_all, waited_for
+from lockstep.comm.shm.queue import Queue, ShmWork, Turn, await_all, waited_for
 from lockstep.errors import LockstepError, UsageError
 
 NUM_OPERATIONS = 150
@@ -81,11 +80,9 @@ LOOKS = [wait_for_a_second, ShmWork.is_completed, ShmWork.is_success, ShmWork.ge
 
 
 @pytest.mark.parametrize("look", [*BLOCKING, *LOOKS])
-@pytest.mark.parametrize("says_so", [True, False])
-def test_who_waits_carries_it_out_and_any_other_look_wakes_a_thread(look, says_so, monkeypatch):
-    monkeypatch.setattr("lockstep.comm.shm.queue.GRACE_S", 60.0)
+def test_a_waiter_carries_it_out_and_any_other_look_wakes_the_thread(look):
     queue, log = make_queue(), Log()
-    with waited_for() if says_so else contextlib.nullcontext():
+    with waited_for():
         work = queue.submit("submit", log.operation(0), [])
     look(work)
     until(lambda: log.done)
@@ -93,43 +90,41 @@ def test_who_waits_carries_it_out_and_any_other_look_wakes_a_thread(look, says_s
     queue.close()
 
 
-def test_a_thread_takes_what_nobody_waits_for(monkeypatch):
-    monkeypatch.setattr("lockstep.comm.shm.queue.GRACE_S", 0.05)
+def test_the_thread_takes_what_nobody_waits_for():
     queue, log = make_queue(), Log()
-    for number in range(3):
-        begin = time.monotonic()
-        queue.submit("submit", log.operation(2 * number), [])
-        queue.submit("submit", log.operation(2 * number + 1), [])
-        until(lambda number=number: len(log.done) == 2 * number + 2)
-        assert 0.04 < time.monotonic() - begin < 1
-    assert log.threads == {"lockstep-test"}
+    for number in range(6):
+        queue.submit("submit", log.operation(number), [])
+    until(lambda: len(log.done) == 6)
+    assert log.done == list(range(6)) and log.threads == {"lockstep-test"}
     queue.close()
 
 
-def test_who_starts_and_waits_over_and_over_does_not_wake_a_thread_each_time(monkeypatch):
-    monkeypatch.setattr("lockstep.comm.shm.queue.GRACE_S", 0.2)
-    queue, log = make_queue(), Log()
-    queue.submit("submit", log.operation(0), []).wait()
-    time.sleep(0.05)  # The thread has come too late, and rests for a moment.
-    monkeypatch.setattr(queue, "_wake", lambda: pytest.fail("woken"))
-    for number in range(1, 100):
-        queue.submit("submit", log.operation(number), []).wait()
-    monkeypatch.undo()
-    queue.submit("submit", log.operation(100), [])
-    until(lambda: len(log.done) == 101)
-    assert log.done == list(range(101))
+def test_what_is_called_at_the_end_runs_in_a_thread_of_its_own():
+    """It may want a lock that a waiter has."""
+    queue, log, lock, called = make_queue(), Log(), threading.Lock(), []
+
+    def call(_):
+        called.append((threading.current_thread().name, lock.acquire(timeout=5)))
+
+    with waited_for():
+        first, second = (queue.submit("submit", log.operation(number), []) for number in range(2))
+    end = first.get_future().then(call)
+    with lock:
+        second.wait()
+        assert log.done == [0, 1]
+    end.wait()
+    assert called == [("lockstep-shm-called", True)]
     queue.close()
 
 
-def test_a_wait_in_what_is_called_at_the_end_of_a_work_carries_nothing_out():
+def test_one_thread_carries_out_whatever_is_called_at_the_end():
     queue, log = make_queue(), Log()
-    first = queue.submit("submit", log.operation(0), [])
-    second = queue.submit("submit", log.operation(1), [])
-    called = []
-    future = first.get_future().then(lambda _: (second.wait(), called.append(threading.current_thread().name)))
-    future.wait()
-    assert log.done == [0, 1] and log.threads == {"lockstep-test"} and called == ["lockstep-test"]
+    for number in range(40):
+        work = queue.submit("submit", log.operation(number), [])
+        work.get_future().then(lambda _: queue.submit("submit", log.operation("more"), []).wait()).wait()
+    assert sum(thread.name == "lockstep-test" for thread in threading.enumerate()) == 1
     queue.close()
+    assert log.done == [value for number in range(40) for value in (number, "more")]
 
 
 def test_the_next_operation_takes_those_before_it_along():
@@ -177,7 +172,7 @@ def test_an_interrupt_is_the_callers_own():
     def interrupt():
         raise KeyboardInterrupt
 
-    queue = Queue("lockstep-test", lambda error: LockstepError("broken"), can_be_helped=True)
+    queue = Queue("lockstep-test", lambda error: LockstepError("broken"), Turn())
     with waited_for():
         work = queue.submit("submit", interrupt, [])
     with pytest.raises(KeyboardInterrupt):
@@ -187,7 +182,7 @@ def test_an_interrupt_is_the_callers_own():
 
 
 def test_what_a_signal_handler_raises_comes_out_as_it_is():
-    queue = Queue("lockstep-test", lambda error: LockstepError("broken"), can_be_helped=True)
+    queue = Queue("lockstep-test", lambda error: LockstepError("broken"), Turn())
     before = signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
     try:
         with waited_for():
@@ -202,30 +197,13 @@ def test_what_a_signal_handler_raises_comes_out_as_it_is():
 
 def test_a_plain_wait_gets_errors_from_the_work_alone():
     """Whoever has carried it out."""
-    queue, log = Queue("lockstep-test", lambda error: LockstepError(f"broken: {error!r}"), can_be_helped=True), Log()
+    queue, log = Queue("lockstep-test", lambda error: LockstepError(f"broken: {error!r}"), Turn()), Log()
     with waited_for():
         failing, fine = queue.submit("submit", lambda: 1 / 0, []), queue.submit("submit", log.operation(1), [])
     fine.wait()
     assert (log.done, log.threads) == ([1], {"MainThread"})
     with pytest.raises(LockstepError, match="broken: ZeroDivisionError"):
         failing.wait()
-
-
-def test_what_is_to_be_called_at_the_end_is_not_called_by_a_plain_wait():
-    """It may want a lock that who waits has."""
-    queue, log, lock, called = make_queue(), Log(), threading.Lock(), []
-
-    def call(_):
-        called.append((threading.current_thread().name, lock.acquire(timeout=5)))
-
-    first, second = (queue.submit("submit", log.operation(number), []) for number in range(2))
-    end = first.get_future().then(call)
-    with lock:
-        second.wait()
-        assert log.done == [0, 1]
-    end.wait()
-    assert called == [("lockstep-test", True)]
-    queue.close()
 
 
 def test_who_helps_takes_nothing_behind_what_it_waits_for():
@@ -239,46 +217,24 @@ def test_who_helps_takes_nothing_behind_what_it_waits_for():
     assert log.done == [0, 1]
 
 
-@pytest.mark.parametrize("where", ["_carry_out", "_begin_next", "_make_way"])
-def test_an_interrupt_between_two_lines_leaves_nobody_waiting(where, monkeypatch):
+def test_an_interrupt_as_an_operation_begins_leaves_nobody_waiting(monkeypatch):
     failures = []
-    queue = Queue("lockstep-test", lambda error: failures.append(error) or LockstepError("broken"), can_be_helped=True)
+    queue = Queue("lockstep-test", lambda error: failures.append(error) or LockstepError("broken"), Turn())
     with waited_for():
         work = queue.submit("submit", lambda: None, [])
-    rightly, calls = getattr(queue, where), []
+    rightly = queue._begin
 
-    def interrupted(*arguments):
-        calls.append(1)
-        if len(calls) > 1:
-            return rightly(*arguments)
-        if where == "_begin_next":
-            rightly(*arguments)
+    def interrupted(**how):
+        rightly(**how)
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(queue, where, interrupted)
+    monkeypatch.setattr(queue, "_begin", interrupted)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
-    monkeypatch.undo()
-    assert len(failures) == 1
-    with pytest.raises(LockstepError, match="broken"):
-        work.wait()
+    assert len(failures) == 1, "the group is broken"
+    work.wait()  # It was not taken yet.
     queue.run("run", lambda: None, [])
-
-
-def test_a_thread_that_ends_as_there_are_enough_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr("lockstep.comm.shm.queue.GRACE_S", 0.05)
-    queue, log, may_end = make_queue(), Log(), threading.Event()
-    queue.submit("submit", lambda: may_end.wait(5), [])
-    until(lambda: queue._busy)
-    for _ in range(2):
-        with queue._lock:
-            queue._start_thread()
-    until(lambda: queue._num_idle == 2)
-    time.sleep(0.1)  # Nobody looks by itself any more.
-    queue.submit("submit", log.operation(0), [])
-    may_end.set()
-    until(lambda: log.done)
-    queue.close()
 
 
 def test_an_operation_inside_another_is_refused_and_does_not_hang():
@@ -316,42 +272,29 @@ def test_one_block_inside_another():
 
 
 def test_who_helps_does_what_it_has_to_now_and_then():
-    calls = []
-    queue = make_queue()
+    calls, turn = [], Turn()
+    queue = Queue("lockstep-test", lambda error: error, turn)
 
     def operate():
-        assert queue.is_awaited(), "somebody waits"
-        queue.between()
-        queue.between()
+        assert turn.is_callers, "a waiter has nothing else to do"
+        turn.between()
+        turn.between()
 
     with waited_for():
         work = queue.submit("submit", operate, [])
     work.help(lambda: calls.append(1))
-    queue.between()
+    turn.between()
     assert len(calls) == 2
 
 
-def test_an_operation_is_awaited_while_somebody_blocks_for_it():
-    """Only then may it look at a word before it sleeps: elsewhere its core is wanted for something else."""
-    queue, is_in, may_end = make_queue(), threading.Event(), threading.Event()
-
-    def operate():
-        is_in.set()
-        may_end.wait(5)
-        until(queue.is_awaited)
-
-    work, behind = queue.submit("submit", operate, []), queue.submit("submit", lambda: None, [])
-    is_in.wait(5)
-    assert not queue.is_awaited()
-    with pytest.raises(LockstepError, match="not done"):
-        behind.wait(timedelta(microseconds=1))
-    assert not queue.is_awaited()
-    may_end.set()
-    behind.wait()
-    assert work.is_success()
-    awaited = []
-    queue.run("run", lambda: awaited.append(queue.is_awaited()), [])
-    assert awaited == [True]
+def test_only_what_is_carried_out_by_its_caller_may_look_before_it_sleeps():
+    """Elsewhere the core is wanted for something else."""
+    found, turn = [], Turn()
+    queue = Queue("lockstep-test", lambda error: error, turn)
+    queue.submit("submit", lambda: found.append(turn.is_callers), [])
+    until(lambda: found)
+    queue.run("run", lambda: found.append(turn.is_callers), [])
+    assert found == [False, True]
     queue.close()
 
 
@@ -378,17 +321,6 @@ def test_who_is_called_at_the_end_may_wait_for_the_next():
     first.get_future().then(lambda _: awaited.wait()).wait()
     assert log.done == [0, 1]
     queue.close()
-
-
-def test_threads_do_not_pile_up():
-    queue, log = make_queue(), Log()
-    for number in range(40):
-        work = queue.submit("submit", log.operation(number), [])
-        work.get_future().then(lambda _: queue.submit("submit", log.operation("more"), []).wait()).wait()
-    time.sleep(0.1)
-    assert sum(thread.name == "lockstep-test" for thread in threading.enumerate()) <= 3
-    queue.close()
-    assert log.done == [value for number in range(40) for value in (number, "more")]
 
 
 def test_an_operation_may_wait_for_one_that_is_about_to_be_done():

@@ -2,17 +2,19 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import pytest
 import torch
+from amount import some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
 from lockstep.wire import After, BucketShape, Exchange, Full, Half, Int8, LowRank, Piece, Route, Sign, TopK
+from lockstep.wire.blockwise import pack, unpack
 from lockstep.wire.low_rank import orthonormal
-from lockstep.wire.sign import pack, unpack
 from lockstep.wire.top_k import largest
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # These tensors are small: a second one costs more than it does.
@@ -27,6 +29,9 @@ each_chunked = pytest.mark.parametrize("wire", CHUNKED, ids=repr)
 
 SHAPE = BucketShape(4200, (Piece("a", 0, (60, 40)), Piece("b", 2416, (7,)), Piece("c", 2432, (40, 3, 10))))
 """Two matrices, a vector, and padding between and behind them."""
+
+
+NOT_FINITE, PLACES = [math.inf, -math.inf, math.nan], [5, 2417, 4095 - 600]
 
 
 def is_padding(shape=SHAPE):
@@ -117,7 +122,6 @@ def test_a_wire_is_a_frozen_value(wire):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(wire, field.name, 3)
     assert type(wire).__doc__.count("Exactness:") == type(wire).__doc__.count("Volume:") == 1
-    assert wire.is_lossy == (wire != Full())
 
 
 # One encoding
@@ -194,7 +198,7 @@ def test_zero_stays_zero(wire):
 
 
 @each
-@pytest.mark.parametrize("factor", [1e-44, 1e-38, 1e-30, 1e30, 1e34])
+@pytest.mark.parametrize("factor", some([1e-44, 1e-30, 1e34], [1e-44, 1e-38, 1e-30, 1e30, 1e34]))
 def test_huge_and_tiny(wire, factor):
     if wire == Half("fp16"):
         pytest.skip("beyond its range")
@@ -208,8 +212,9 @@ def test_huge_and_tiny(wire, factor):
 
 
 @each
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("place", [5, 2417, 4095 - 600])
+@pytest.mark.parametrize(
+    ("value", "place"), some(zip(NOT_FINITE, PLACES, strict=True), itertools.product(NOT_FINITE, PLACES))
+)
 def test_an_overflow_on_one_worker_is_seen_by_all_and_then_forgotten(wire, value, place):
     passages = open_all(wire, 3)
     exchange(passages, gradients(3))
@@ -231,7 +236,7 @@ def test_half_overflows_where_it_must():
 
 
 @each
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", some([1, 3], [1, 2, 3, 5]))
 def test_all_workers_end_with_the_same_bits_within_the_bound(wire, size):
     passages = open_all(wire, size)
     for step in range(3):
@@ -314,7 +319,7 @@ def test_the_tail_is_left_alone(wire):
 
 
 @each
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", some([torch.bfloat16, torch.float64], [torch.bfloat16, torch.float16, torch.float64]))
 def test_buckets_of_other_dtypes(wire, dtype):
     shape = dataclasses.replace(SHAPE, dtype=dtype)
     flats = [flat.to(dtype) for flat in gradients(2)]
@@ -328,8 +333,8 @@ def test_buckets_of_other_dtypes(wire, dtype):
 
 
 @each
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("numel", [0, 1, 3, 255, 4097, 300_000])
+@pytest.mark.parametrize("size", some([1, 3], [1, 2, 3, 4]))
+@pytest.mark.parametrize("numel", some([0, 3, 4097], [0, 1, 3, 255, 4097, 300_000]))
 def test_bytes_are_as_promised(wire, size, numel):
     shape = BucketShape(numel)
     flats, num_bytes = exchange(open_all(wire, size, shape), [torch.ones(numel)] * size)

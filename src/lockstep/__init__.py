@@ -8,9 +8,11 @@ Names are loaded when first used, so that `lockstep run` need not wait for torch
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
-from lockstep.comm.registration import register_when_torch_is_there
+from lockstep import environment, events
+from lockstep.comm.shm import register_when_torch_is_there
 
 if TYPE_CHECKING:
     from lockstep import wire as wire
@@ -26,16 +28,16 @@ if TYPE_CHECKING:
         WorkerFailed,
         WorkerLost,
     )
-    from lockstep.keep.training import load, save
-    from lockstep.replica.backward import backward
+    from lockstep.keep.save_load import load, save
     from lockstep.replica.batch_norm import SyncBatchNorm
     from lockstep.replica.data_parallel import DataParallel
+    from lockstep.replica.grad_weight import backward
     from lockstep.replica.precision import Precision
+    from lockstep.start.elastic import Elastic
     from lockstep.start.function import launch
     from lockstep.train.asynchronous import Async
-    from lockstep.train.diloco import DiLoCo
     from lockstep.train.learning_rate import scale_lr
-    from lockstep.train.local import LocalSGD
+    from lockstep.train.local import DiLoCo, LocalSGD
     from lockstep.train.trainer import Trainer
     from lockstep.watching.watcher import watch
     from lockstep.world import World, join
@@ -47,6 +49,7 @@ __all__ = [
     "CheckpointError",
     "DataParallel",
     "DiLoCo",
+    "Elastic",
     "LaunchError",
     "LocalSGD",
     "LockstepError",
@@ -76,24 +79,35 @@ _ROOMS = {"wire"}
 _HOMES = {
     "Async": "train.asynchronous",
     "DataParallel": "replica.data_parallel",
-    "DiLoCo": "train.diloco",
+    "DiLoCo": "train.local",
+    "Elastic": "start.elastic",
     "LocalSGD": "train.local",
     "Precision": "replica.precision",
     "SyncBatchNorm": "replica.batch_norm",
     "Trainer": "train.trainer",
     "World": "world",
-    "backward": "replica.backward",
+    "backward": "replica.grad_weight",
     "join": "world",
     "launch": "start.function",
-    "load": "keep.training",
-    "save": "keep.training",
+    "load": "keep.save_load",
+    "save": "keep.save_load",
     "scale_lr": "train.learning_rate",
     "shard": "data.loader",
     "watch": "watching.watcher",
 }
 
 
+def _watch_where_asked(world: Any) -> None:
+    """Watch every model of a world that is joined where the environment asks for it: `lockstep run --watch=FOLDER`."""
+    folder = environment.watched_in(os.environ)
+    if folder is not None:
+        from lockstep.watching.watcher import watch_wrapped
+
+        watch_wrapped(world, folder)
+
+
 register_when_torch_is_there()
+events.ON_JOIN.append(_watch_where_asked)
 
 
 def __getattr__(name: str) -> Any:

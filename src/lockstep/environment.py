@@ -6,9 +6,10 @@ variables, and a set that is partial or contradicts itself is refused by name in
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, UsageError
 
 LOOPBACK = "127.0.0.1"
 
@@ -29,10 +30,133 @@ class Launch:
     port: int = 0
     store_is_up: bool = False
     """True where the launcher itself serves the meeting point, so that no worker has to."""
+    secret: bytes | None = None
+    """What the workers of this run know and others do not."""
+    own_store: str = ""
+    """The Unix socket at which `lockstep run` or `launch` serves the store of a run with a secret."""
+    member: int | None = None
+    """The number that this worker keeps over the generations of an elastic run; None where the workers are fixed."""
 
 
 WATCH = "LOCKSTEP_WATCH"
 """The folder in which a watched run is to be recorded, as `lockstep run --watch=FOLDER` has it; any launcher may."""
+
+
+TRACEBACK = "LOCKSTEP_TRACEBACK"
+"""`full` shows tracebacks whole, and as they come."""
+
+
+def shows_all_frames(environ: Mapping[str, str]) -> bool:
+    """Whether tracebacks are to be shown as they are."""
+    return environ.get(TRACEBACK) == "full"
+
+
+SECRET = "LOCKSTEP_SECRET"
+"""The run's secret. `lockstep run` and `launch` make one; under other launchers a user may give all workers one."""
+OWN_STORE = "LOCKSTEP_STORE"
+"""MASTER_PORT and the Unix socket that belongs to it: another launcher below this one sets another MASTER_PORT."""
+MEMBER = "LOCKSTEP_MEMBER"
+"""The worker's number in an elastic run, which the one that takes its place does not get again."""
+_SECRET_LETTERS = 32
+
+
+def secret_of(environ: Mapping[str, str]) -> bytes | None:
+    """The run's secret; None where there is none."""
+    text = environ.get(SECRET, "")
+    if text and len(text) < _SECRET_LETTERS:
+        raise LaunchError(
+            f"{SECRET} has {len(text)} characters, and fewer than {_SECRET_LETTERS} can be guessed. Make one for each "
+            f"run and give it to all workers: export {SECRET}=$(openssl rand -hex 16)"
+        )
+    return text.encode() or None
+
+
+def required_secret(environ: Mapping[str, str], file: str | None) -> str:
+    """The secret of a run over several hosts, from a file or the environment; LaunchError if there is none."""
+    if file is not None:
+        try:
+            text = Path(file).read_text().strip()
+        except OSError as error:
+            raise LaunchError(f"the secret cannot be read from {file}: {error}.") from error
+        environ = {SECRET: text}
+    secret = secret_of(environ)
+    if secret is None:
+        raise LaunchError(
+            "a run over several hosts needs a secret that all of them know and others do not. Make one, and give it to "
+            f"all hosts, in the environment or with --secret-file FILE: export {SECRET}=$(openssl rand -hex 16)"
+        )
+    return secret.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """Where a launcher belongs in a run over several hosts."""
+
+    meet: str
+    hosts: int
+    rank: int | None
+    """This host's number; None where it joins a run under way."""
+
+
+def hosts_of(
+    environ: Mapping[str, str], hosts: int | None, rank: int | None, meet: str | None, join: str | None
+) -> HostPlace | None:
+    """This launcher's place, from what it was asked for and what Slurm, Kubernetes or torchrun's operators say.
+
+    None where the run has this host alone.
+    """
+    if join is not None:
+        if hosts is not None or rank is not None or meet is not None:
+            raise UsageError(
+                "--join says all about where this host belongs: leave out --hosts, --host-rank and --meet."
+            )
+        return HostPlace(join, 0, None)
+    if hosts is None and rank is None and (slurm := _slurm_hosts(environ)) is not None:
+        return slurm if meet is None else replace(slurm, meet=meet)
+    if hosts is None:
+        hosts = _optional(environ, "PET_NNODES")
+    if hosts is None:
+        if rank is not None or meet is not None:
+            raise UsageError("--host-rank and --meet are for several hosts: say how many with --hosts.")
+        return None
+    for name in ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID"):
+        rank = _optional(environ, name) if rank is None else rank
+    if meet is None and environ.get("PET_MASTER_ADDR") and environ.get("PET_MASTER_PORT"):
+        meet = f"{environ['PET_MASTER_ADDR']}:{environ['PET_MASTER_PORT']}"
+    if hosts == 1 and meet is None:
+        return None
+    if rank is None or meet is None:
+        raise UsageError(
+            f"--hosts {hosts}: give each host its number with --host-rank R, from 0, and all of them --meet HOST:PORT, "
+            "an address of host 0 and a free port there."
+        )
+    if hosts < 1 or not 0 <= rank < hosts:
+        raise UsageError(f"--host-rank {rank} of --hosts {hosts}: host ranks go from 0 to the number of hosts minus 1.")
+    return HostPlace(meet, hosts, rank)
+
+
+def _slurm_hosts(environ: Mapping[str, str]) -> HostPlace | None:
+    """The place of `srun lockstep run`: one launcher a host."""
+    hosts = _optional(environ, "SLURM_STEP_NUM_NODES") or 1
+    if hosts == 1 or "SLURM_PROCID" not in environ:
+        return None
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", needed_by="SLURM_PROCID")
+    if tasks != hosts:
+        raise LaunchError(
+            f"srun has started {tasks} tasks on {hosts} hosts, and `lockstep run` is to be started once on each: "
+            "srun --ntasks-per-node=1 lockstep run -n WORKERS ... Or let srun start the workers: srun python train.py"
+        )
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    port = _optional(environ, "MASTER_PORT") or _port_from(_optional(environ, "SLURM_JOB_ID") or 0)
+    return HostPlace(
+        f"{environ.get('MASTER_ADDR') or first_host(nodes)}:{port}", hosts, _number(environ, "SLURM_NODEID")
+    )
+
+
+def own_store(environ: Mapping[str, str]) -> str:
+    """The Unix socket of the launcher's store; empty where there is none."""
+    port, _, name = environ.get(OWN_STORE, "").partition(" ")
+    return name if port and port == environ.get("MASTER_PORT") else ""
 
 
 def watched_in(environ: Mapping[str, str]) -> str | None:
@@ -56,7 +180,8 @@ def read(environ: Mapping[str, str]) -> Launch:
     else:
         return Launch("alone")
     _check(launch, environ)
-    return launch
+    secret, store = secret_of(environ), own_store(environ)
+    return replace(launch, secret=secret, own_store=store, member=_optional(environ, MEMBER) if store else None)
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:

@@ -9,9 +9,12 @@ import enum
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Batch = TypeVar("Batch")
+
+ON_JOIN: list[Callable[[Any], None]] = []
+"""Called with every world that this process joins: how what stands above the world comes to see it."""
 
 
 class Kind(enum.Enum):
@@ -44,7 +47,7 @@ class Kind(enum.Enum):
     ENDED = "ended"
     """A backward pass has ended that sends nothing: gradients are accumulated, or the worker is alone."""
     OPTIMIZER = "optimizer"
-    """An optimizer's step begins. This and the next are told while somebody watches: see watching/recorder.py."""
+    """An optimizer's step begins. This and the next are told while the worker is watched: see watching/recorder.py."""
     UPDATED = "updated"
     """An optimizer's step has ended."""
 

@@ -6,98 +6,186 @@ group and agrees on a seed. Alone, it needs no port, no network and no environme
 """
 
 import atexit
-import importlib
+import contextlib
+import copy
+import functools
+import gc
+import hmac
+import itertools
+import json
+import math
+import operator
 import os
 import pickle
+import time
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import environment, seeds
-from lockstep.comm import arrival
-from lockstep.comm import backend as backends
+from lockstep import environment, events, faults, limits, seeds
+from lockstep.comm import group as groups
+from lockstep.comm.channel import MAC_BYTES, mac
+from lockstep.comm.generations import Generations
+from lockstep.comm.group import Membership, waited_for
+from lockstep.comm.notices import RAISED, farewell
 from lockstep.comm.peers import Doing, Peers, Waitable
-from lockstep.comm.shm.work import waited_for
-from lockstep.errors import UsageError
-from lockstep.events import Events
-from lockstep.weight import Weight
+from lockstep.errors import UsageError, WorkerLost
+from lockstep.weight import Accumulation, HandOuts
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_DROP_S = 0.03
 
 Number = TypeVar("Number", int, float, Tensor)
 
 
-class World:
-    """The workers that train together now. Made by `join`; also a context manager that leaves at its end."""
+class Replica(Protocol):
+    """A wrapped model, as far as a world knows it."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        *,
-        local_rank: int,
-        local_size: int,
-        device: torch.device,
-        backend: str,
-        seed: int,
-        peers: Peers,
-        group: dist.ProcessGroup | None,
-        host_group: dist.ProcessGroup | None,
-        owns_group: bool,
-    ) -> None:
-        self.rank = rank
-        """This worker's number, from 0."""
-        self.size = size
-        """How many workers there are."""
-        self.local_rank = local_rank
-        """This worker's number among those of its host."""
-        self.local_size = local_size
-        """How many workers this host has."""
-        self.device = device
-        """Where this worker computes."""
-        self.backend = backend
-        """What carries tensors of `device`: nccl or gloo."""
-        self.seed = seed
-        """The seed that all workers agreed on."""
-        self.peers = peers
-        self.group = group
-        """The torch process group for tensors on `device`; None in a world of one that has none."""
-        self.host_group = host_group
-        """The same for tensors in host memory; waits on it have a deadline and name who is missing."""
-        self.events = Events()
-        self.replicas: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The wrapped models of this worker."""
+    training: bool
+    require_backward_grad_sync: bool
+
+    def parameters(self) -> Iterable[Tensor]:
+        """The parameters of the module."""
+
+    def release(self) -> None:
+        """Let go of the groups."""
+
+
+FIRST = -1
+"""In place of a number: what waits for nobody, and must be done for all models before one waits."""
+
+
+class PassEnds:
+    """What is due when a backward pass has ended, of all models in it, in the order in which these were wrapped.
+
+    That is the same on all workers. The order in which a pass comes to its models need not be; and each model's end
+    waits for all workers.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[int, list[tuple[int, weakref.ref[Callable[[], None]]]]] = {}
+        """By the number of the pass; who drops the function cancels it."""
+        self._numbers = itertools.count()
+
+    def next_number(self) -> int:
+        """The number of the next one who has things due; called in the same order on all workers."""
+        return next(self._numbers)
+
+    def add(self, pass_id: int, number: int, end: Callable[[], None]) -> Iterator[None]:
+        """Have `end` among what is due for this pass, as long as somebody else refers to it; `FIRST` is first.
+
+        Each step of the iterator, which is to be taken when the pass has ended, calls the next one that is due.
+        """
+        self._due = {each: left for each, left in self._due.items() if any(ref() is not None for _, ref in left)}
+        due = self._due.setdefault(pass_id, [])
+        due.append((number, weakref.ref(end)))
+        return map(operator.call, _in_order(due))
+
+
+def _in_order(due: list[tuple[int, "weakref.ref[Callable[[], None]]"]]) -> Iterator[Callable[[], None]]:
+    while due:
+        place = min(range(len(due)), key=lambda each: due[each][0])
+        if (end := due.pop(place)[1]()) is not None:
+            yield end
+
+
+class Replicas:
+    """The wrapped models of this worker, each as long as it lives."""
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakSet[Replica] = weakref.WeakSet()
+        self._numbers = itertools.count()
+        self.pass_ends = PassEnds()
         self.on_wrap: list[Callable[[Any], None]] = []
         """Called with every model that is wrapped from now on."""
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._all)
+
+    def next_number(self) -> int:
+        """The number of the next model: how many have been wrapped before it."""
+        return next(self._numbers)
+
+    def forget(self, replica: Replica) -> None:
+        """A model is wrapped anew, and its groups are gone."""
+        self._all.discard(replica)
+
+    def add(self, replica: Replica) -> None:
+        """A model has been wrapped."""
+        self._all.add(replica)
+        for see in self.on_wrap:
+            see(replica)
+
+
+class World(Membership):
+    """The workers that train together now. Made by `join`; also a context manager that leaves at its end."""
+
+    def __init__(self, place: Membership) -> None:
+        super().__init__(**vars(place))
+        self._seed: int | None = None
+        self.is_seeded = False
+        """Whether the script gave `join` a seed: then models and loaders draw each worker's own numbers."""
+        self.own_groups = groups.OwnGroups()
+        """Groups of these workers, or of some, that carry one thing each."""
+        self.events = events.Events()
+        self.replicas = Replicas()
+        self.hand_outs = HandOuts(self.size)
+        """The batches that sharded loaders have handed out on this worker."""
+        self.watcher: object | None = None
+        """What watches this worker: see `lockstep.watch`."""
+        self.accumulation = Accumulation()
+        """The weights that `lockstep.backward` was given for micro-batches that wait for their update."""
+        self.generations: Generations | None = None
+        """This worker's part in the agreement of an elastic run on who trains; None where the workers are fixed."""
         self.on_leave: list[Callable[[], None]] = []
         """Called when this worker's part in the world ends, while it can still talk to the others."""
-        self.watcher: Any = None
-        """What watches this worker: see `lockstep.watch`."""
-        self.accumulation: Any = None
-        """Explicit weights of micro-batches that wait for their update: see `lockstep.backward`."""
-        self._weight = _Slot()
-        self._owns_group = owns_group
-        self._left = False
+        self.has_left = False
+        """Whether this worker's part in the world has ended."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is worker 0, the one that prints and writes."""
-        return self.rank == 0
+        """Whether this is worker 0, the one that prints and writes; no newcomer is that until it is counted."""
+        return self.rank == 0 and not self.is_waiting
 
     @property
-    def weight(self) -> Weight | None:
-        """Weight of the current batch: set by sharded loaders and by `lockstep.backward`."""
-        return self._weight.value
+    def is_waiting(self) -> bool:
+        """Whether this worker was started beside a run under way and is not counted yet: a world of its own so far."""
+        return self.generations is not None and self.generations.is_waiting
 
-    @weight.setter
-    def weight(self, weight: Weight | None) -> None:
-        self._weight.value = weight
+    @property
+    def seed(self) -> int:
+        """The seed that all workers agreed on: `join`'s, else worker 0's torch seed when a model was first wrapped or a
+        loader sharded. Before that, torch's seed on this worker as it is now."""
+        return torch.initial_seed() if self._seed is None else self._seed
+
+    def agree_on_seed(self) -> int:
+        """The seed, agreed on now if it has not been; every worker calls this, whenever something needs the seed.
+
+        So late, since scripts call `torch.manual_seed` after `join` too.
+        """
+        if self._seed is None:
+            self._seed = int(self.gather_json(torch.initial_seed())[0])
+        return self._seed
+
+    def own_stream(
+        self, *path: int | str, torch_only: bool = False, device: torch.device | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """The numbers that this worker draws inside `with`: its own where the script gave `join` a seed.
+
+        Nothing is switched without a seed, as torch's DDP does, nor on one worker, which draws what the plain script
+        draws. The arguments are those of `seeds.Generators`.
+        """
+        if not self.is_seeded or self.size == 1:
+            return contextlib.nullcontext()
+        seed = seeds.derive(self.seed, "worker", self.rank, *path)
+        return seeds.Generators(seed, torch_only=torch_only, device=device)
 
     @property
     def timeout(self) -> timedelta:
@@ -106,10 +194,23 @@ class World:
 
     def barrier(self) -> None:
         """Return when every worker has called this."""
-        self.sum(0)
+        self._all_reduce(torch.zeros((), dtype=torch.int64), "waiting for all workers")
 
     def sum(self, x: Number) -> Number:
-        """The sum of `x` over all workers: a number for a number, a new tensor for a tensor of equal shape."""
+        """The sum of `x` over all workers: a number for a number, a new tensor for a tensor of equal shape.
+
+        While the batch that this worker has from a sharded loader is a stand-in, its `x` is not added. So call it for
+        what was computed from one batch in the loop, and for what was added up over batches after it.
+        """
+        if self.hand_outs.is_standing_in:
+            _warn_of_stand_in()
+            x = torch.zeros_like(x) if isinstance(x, Tensor) else type(x)(0)
+        elif self.hand_outs.may_stand_in:
+            _warn_of_stand_in_read_ahead()
+        return self.all_reduce(x)
+
+    def all_reduce(self, x: Number) -> Number:
+        """The sum of `x` over all workers, whatever their batches are: for numbers that do not come from a batch."""
         if isinstance(x, Tensor):
             total = x.detach().clone(memory_format=torch.contiguous_format)
             self._all_reduce(total, "summing over the workers")
@@ -123,8 +224,12 @@ class World:
         """The mean of `x` over all workers by weight: `sum(weight * x) / sum(weight)`, 0 where nothing weighs.
 
         Exact for parts of different sizes: give the number of samples (or tokens) that `x` is the mean of. A worker
-        of weight zero does not count, even if its `x` is not a number.
+        of weight zero does not count, even if its `x` is not a number, and neither does one whose batch is a stand-in.
         """
+        if self.hand_outs.is_standing_in:
+            weight = 0
+        elif self.hand_outs.may_stand_in:
+            _warn_of_stand_in_read_ahead()
         value = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
         if not (value.is_floating_point() or value.is_complex()):
             value = value.to(torch.get_default_dtype())
@@ -137,27 +242,81 @@ class World:
         return averaged if isinstance(x, Tensor) else averaged.item()
 
     def gather(self, obj: Any) -> list[Any]:
-        """Every worker's `obj`, in order of rank, on every worker. Objects travel as pickles among peers you trust."""
+        """Every worker's `obj`, in order of rank, on every worker.
+
+        Objects travel as pickles. In a run with a secret (see docs/launching.md) nothing is unpickled that a worker of
+        this run has not sent; in one without, over gloo, whoever gets into the run can have code executed.
+        """
         if self.size == 1:
             return [obj]
-        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        return [pickle.loads(part) for part in self._exchange(pickle.dumps(obj))]
+
+    def broadcast(self, obj: Any) -> Any:
+        """Worker 0's `obj`, on every worker. As `gather`, it travels as a pickle."""
+        if self.size == 1:
+            return obj
+        return pickle.loads(self._exchange(pickle.dumps(obj) if self.is_main else b"")[0])
+
+    def gather_json(self, obj: Any) -> list[Any]:
+        """As `gather`, for what JSON can say: nothing is unpickled, whoever sent it. A tuple comes back as a list."""
+        return [obj] if self.size == 1 else [json.loads(part) for part in self._exchange(json.dumps(obj).encode())]
+
+    def gather_tensors(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Every worker's tensors, on the host, in order of rank; numbers, types and shapes may differ.
+
+        They travel as their bytes and a line that says what these are: nothing is unpickled, whoever sent it.
+        """
+        if self.size == 1:
+            return [[tensor.detach().cpu() for tensor in tensors]]
+        return [_unpacked(part) for part in self._exchange(_packed(tensors))]
+
+    def meet(self, call: str) -> None:
+        """Return when every worker has made this call; UsageError on all of them if they have made different ones."""
+        if self.size == 1:
+            return
+        doing = f"in {call}, which every worker must call and not one alone"
+        calls = [str(json.loads(part)) for part in self._exchange(json.dumps(call).encode(), doing)]
+        if len(set(calls)) > 1:
+            raise UsageError(
+                f"worker {self.rank}: {', '.join(f'worker {rank} is in {each}' for rank, each in enumerate(calls))}. "
+                "Each of these needs all workers: make the same calls on every worker, in the same order."
+            )
+
+    def _exchange(self, content: bytes, doing: str = "gathering objects") -> list[bytes]:
+        """Every worker's bytes, by rank; in a run with a secret, each is known to be of the worker it comes from."""
+        secret, sealed = self.peers.secret, content
+        if secret is not None:
+            sealed += self._mac(secret, self.rank, content)
+        parts = self._gather_bytes(sealed, doing)
+        if secret is None:
+            return parts
+        for rank, part in enumerate(parts):
+            if not hmac.compare_digest(part[-MAC_BYTES:], self._mac(secret, rank, part[:-MAC_BYTES])):
+                raise WorkerLost(
+                    f"worker {self.rank}: what came in place of worker {rank}'s part was not sent by a worker of this "
+                    "run, and was not looked into. Another process has got between the workers' connections.",
+                    (rank,),
+                )
+        return [part[:-MAC_BYTES] for part in parts]
+
+    def _mac(self, secret: bytes, rank: int, content: bytes) -> bytes:
+        """What shows that `content` is of the worker with this rank of this very world."""
+        members = "\n".join(peer.format() for peer in self.peers.all)
+        return mac(secret, b"exchange", members.encode(), str(rank).encode(), content)
+
+    def _gather_bytes(self, content: bytes, doing: str) -> list[bytes]:
+        payload = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).byte()
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = payload.numel()
-        self._all_reduce(lengths, "gathering objects")
+        self._all_reduce(lengths, doing)
         longest = int(lengths.max())
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: payload.numel()] = payload
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         with waited_for():
             work = dist.all_gather(parts, padded, group=self.host_group, async_op=True)
-        self.wait(work, "gathering objects")
-        return [
-            pickle.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, lengths.tolist(), strict=True)
-        ]
-
-    def broadcast(self, obj: Any) -> Any:
-        """Worker 0's `obj`, on every worker."""
-        return self.gather(obj if self.is_main else None)[0]
+        self.wait(work, doing)
+        return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths.tolist(), strict=True)]
 
     def wait(self, work: Waitable | None, doing: Doing) -> None:
         """Wait for an operation in host memory, with the world's deadline; WorkerLost names who is missing."""
@@ -178,56 +337,74 @@ class World:
         if is_all and dist.get_backend(group) == dist.get_backend(self.group):
             return self
         members = tuple(self.peers.all[rank] for rank in ranks)
-        inner = World(
+        place = Membership(
             dist.get_rank(group),
             len(ranks),
-            local_rank=self.local_rank,
-            local_size=self.local_size,
-            device=self.device,
-            backend=str(dist.get_backend(group)),
-            seed=self.seed,
-            peers=Peers(self.peers.me, members, self.peers.store, self.timeout),
-            group=group,
-            host_group=backends.host_group(group),
+            self.local_rank,
+            self.local_size,
+            self.device,
+            str(dist.get_backend(group)),
+            Peers(self.peers.me, members, self.peers.store, self.timeout, self.peers.secret),
+            group,
+            groups.host_group(group, self.timeout),
             owns_group=False,
         )
-        inner.events, inner.replicas, inner._weight = self.events, self.replicas, self._weight
-        inner.on_wrap, inner.on_leave = self.on_wrap, self.on_leave
+        inner = copy.copy(self)  # It shares the replicas, the batches, the listeners: all but the place.
+        vars(inner).update(vars(place))
+        inner.watcher = None
         return inner
 
-    def welcome(self, replica: Any) -> None:
-        """A model has been wrapped for this world."""
-        self.replicas.add(replica)
-        for see in self.on_wrap:
-            see(replica)
+    def move(self, open_place: Callable[[Generations], Membership]) -> None:
+        """End this world as it is, and take the place that `open_place` gives among others: for elastic training.
+
+        Who holds this world then sees the new rank and size. Wrapped models stay behind, and are wrapped anew.
+        """
+        assert self.generations is not None
+        self.peers.retire()
+        for end in self.on_leave:  # What watches this world; it is opened anew with the model that is wrapped next.
+            end()
+        self.on_leave.clear()
+        self.group = self.host_group = None
+        self.own_groups.clear()
+        groups.end_groups(are_broken=True)
+        vars(self).update(vars(open_place(self.generations)))
+        self.hand_outs = HandOuts(self.size)
+        self.peers.listen()
+        # What was registered last runs first at exit: the groups just opened must not be closed before this has ended.
+        atexit.unregister(self.leave)
+        atexit.register(self.leave)
 
     def leave(self) -> None:
         """End this worker's part in the world. Called at exit by itself; a second call does nothing."""
-        if self._left:
+        if self.has_left:
             return
-        self._left = True
+        self.has_left = True
         atexit.unregister(self.leave)
         for end in self.on_leave:
             end()
         self.peers.leave()
         _Current.world = None
+        if self.peers.broken or farewell().startswith(RAISED):
+            groups.outlive()
+        elif self.generations is not None:
+            groups.skip_cpp_destructors()  # Groups of earlier generations may still wait for who is gone.
         # A group's threads end with the last reference to it. One that is still busy when the interpreter ends makes
         # the process abort.
         for replica in self.replicas:
             replica.release()
         self.release()
-        if self._owns_group:
-            arrival.end_groups(are_broken=self.peers.broken)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this worker's part in the world has ended."""
-        return self._left
+        if self.owns_group:
+            groups.end_groups(are_broken=self.peers.broken)
+        if self.size > 1 and self.backend != "shm":
+            # A thread of gloo that has just ended an operation drops its tensors, for which it wants the interpreter's
+            # lock: where the interpreter is gone by then, the process aborts (seen once in 40 workers over a network).
+            time.sleep(_DROP_S)
 
     def release(self) -> None:
         """Let go of the groups."""
         self.group = self.host_group = None
-        self._left = True
+        self.own_groups.clear()
+        self.has_left = True
 
     def __enter__(self) -> "World":
         return self
@@ -239,6 +416,12 @@ class World:
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device={str(self.device)!r}, backend={self.backend!r})"
+
+    def _start_from(self, seed: int) -> None:
+        """The script gave this seed: the same generators on every worker."""
+        seeds.seed_everything(seed)
+        self._seed = torch.initial_seed()
+        self.is_seeded = True
 
     def _all_reduce(self, tensor: Tensor, doing: str) -> None:
         if self.size == 1:
@@ -253,16 +436,14 @@ class World:
             work.wait()
 
 
-class _Slot:
-    """The weight of the current batch, shared by a world and the groups it is cut into."""
-
-    value: Weight | None = None
-
-
 class _Current:
     """The one world of this process: a process is one worker, so there can be no two."""
 
     world: World | None = None
+    has_warned = False
+    """Of a stand-in that was not counted."""
+    has_warned_of_ahead = False
+    """Of one that may have been counted."""
 
 
 def current() -> World | None:
@@ -279,8 +460,10 @@ def join(
 ) -> World:
     """Take this process's place among the workers; alone, a world of one. Twice gives the same world.
 
-    seed: makes initial weights the same on every worker, and dropout, augmentation and loader processes different
-        but reproducible. Without it, worker 0's torch seed counts, and no generator is touched here.
+    seed: makes initial weights, and all that the script itself draws, the same on every worker; what wrapped models
+        draw in their forward pass (dropout) and sharded loaders for their samples (augmentation) different,
+        reproducibly. Without it no generator is touched, here or later, and samples are shuffled by worker 0's torch
+        seed, as it is when a model is first wrapped or a loader sharded.
     device: defaults to this worker's GPU, or the CPU where there is none.
     backend: torch.distributed's name of one; defaults to nccl on GPUs, shm for CPU workers of one host (see
         docs/shared_memory.md), and gloo elsewhere.
@@ -289,50 +472,117 @@ def join(
     Knows torchrun, `lockstep run`, Slurm and Open MPI. Where torch.distributed is initialised already, its default
     group is used as it is. Raises LaunchError, naming variables or missing workers, if the world cannot be formed.
     """
-    if _Current.world is not None:
-        if seed is not None:
-            seeds.seed_everything(seed)
-            _Current.world.seed = seed
-        return _Current.world
+    given = None if seed is None else seeds.checked(seed)
     deadline = _as_timedelta(timeout)
+    if _Current.world is not None:
+        if given is not None:
+            _Current.world._start_from(given)
+        return _Current.world
+    _freeze_in_children()
+    groups.let_go()
     world = _arrive(device, backend, deadline)
-    if seed is not None:
-        seeds.seed_everything(seed)
-    world.seed = int(world.broadcast(torch.initial_seed()))
+    given_by_all = world.gather_json(given)
+    if any(each != given for each in given_by_all):
+        world.leave()
+        raise UsageError(
+            f"join(seed=...) was given different seeds by the workers: {given_by_all}. Give all workers the same, so "
+            "that their models begin alike; dropout and augmentation draw each worker's own numbers anyway."
+        )
+    if given is not None:
+        world._start_from(given)
     atexit.register(world.leave)
+    world.peers.listen()
     _Current.world = world
-    if (folder := environment.watched_in(os.environ)) is not None:
-        # By its name: watching stands above the world, and is its guest.
-        importlib.import_module("lockstep.watching.guest").enter(world, folder)
+    for see in events.ON_JOIN:
+        see(world)
     return world
+
+
+@functools.cache
+def _freeze_in_children() -> None:
+    """Have what exists here never be collected as garbage in processes that are forked from this one, for good.
+
+    A group that was left may be garbage in a cycle. Collected in a forked process (a loader's, say), gloo's ends
+    threads that are not there, and that process dies of a segmentation fault. Nothing is frozen in this process:
+    thawed again, it would go unseen by the collector's counts, and memory would grow with every loop over a loader.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _arrive(device: str | torch.device | None, backend: str | None, timeout: timedelta) -> World:
     if dist.is_initialized():
-        place = arrival.adopt(arrival.choose_device(device, None), timeout)
+        return World(groups.adopt(groups.choose_device(device, None), timeout))
+    launch = environment.read(os.environ)
+    limits.require_file_handles(16 + launch.size, f"worker {launch.rank}")  # A connection to each other, for gloo.
+    where = groups.choose_device(device, launch.local_rank)
+    if launch.member is not None:
+        return _arrive_among_generations(launch, where, backend, timeout)
+    return World(groups.alone(where, timeout) if launch.size == 1 else groups.meet(launch, where, backend, timeout))
+
+
+def _arrive_among_generations(
+    launch: environment.Launch, device: torch.device, backend: str | None, timeout: timedelta
+) -> World:
+    """In an elastic run: the world of its first workers; a newcomer is alone until its trainer lets it in."""
+    faults.at("join")
+    generations = groups.arrive(launch, backend, timeout)
+    first = generations.arrive()
+    if first is None:
+        place = groups.alone(device, timeout)
     else:
-        launch = environment.read(os.environ)
-        where = arrival.choose_device(device, launch.local_rank)
-        place = arrival.alone(where, timeout) if launch.size == 1 else arrival.meet(launch, where, backend, timeout)
-    return World(
-        place.rank,
-        place.size,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
-        device=place.device,
-        backend=place.backend,
-        seed=0,
-        peers=place.peers,
-        group=place.group,
-        host_group=place.host_group,
-        owns_group=place.owns_group,
-    )
+        place = groups.enter(generations, first, device, timeout, {"calls": 0, "call": "join"})
+    world = World(place)
+    world.generations = generations
+    return world
+
+
+def _warn_of_stand_in() -> None:
+    if not _Current.has_warned:
+        _Current.has_warned = True
+        warnings.warn(
+            "world.sum() left out this worker's number, since its batch is a stand-in: the sample is another worker's. "
+            "What was added up over several batches is to be summed after the loop, which a stand-in does not touch.",
+            stacklevel=3,
+        )
+
+
+def _warn_of_stand_in_read_ahead() -> None:
+    if not _Current.has_warned_of_ahead:
+        _Current.has_warned_of_ahead = True
+        warnings.warn(
+            "world.sum() or world.mean() counted this worker's number, and its model saw a stand-in last, another "
+            "worker's sample, which was read ahead of the loop. A number of that batch must not count: keep "
+            "loader.num_samples with each batch that is read ahead, and count so many samples of it. What was added up "
+            "so is right.",
+            stacklevel=3,
+        )
 
 
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
     if timeout is None:
         return DEFAULT_TIMEOUT
-    deadline = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    try:
+        deadline = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (TypeError, ValueError, OverflowError):  # Of another type, not a number, and infinite or too long.
+        raise UsageError(f"join(timeout={timeout!r}): a deadline is a number of seconds, or a timedelta.") from None
     if deadline <= timedelta(0):
         raise UsageError(f"join(timeout={timeout!r}): a deadline must lie in the future.")
     return deadline
+
+
+def _packed(tensors: Sequence[Tensor]) -> bytes:
+    """Types and shapes as a line of JSON, then the bytes of each."""
+    on_host = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in on_host]
+    raws = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in on_host]
+    return b"".join([json.dumps(kinds).encode(), b"\n", *raws])
+
+
+def _unpacked(content: bytes) -> list[Tensor]:
+    line, _, rest = content.partition(b"\n")
+    tensors, raw = [], torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else torch.empty(0).byte()
+    for name, shape in json.loads(line):
+        dtype = getattr(torch, name)
+        own, raw = raw.tensor_split([math.prod(shape) * dtype.itemsize])
+        tensors.append(own.clone().view(dtype).reshape(shape))  # A copy, since other types begin at multiples.
+    return tensors

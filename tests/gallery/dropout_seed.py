@@ -1,4 +1,4 @@
-"""Wrong: seeded alike on all workers after wrapping, so that dropout masks are the same everywhere."""
+"""Wrong: seeded alike on all workers by torch alone, so that dropout masks are the same everywhere."""
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,11 @@ import lockstep
 generator = torch.Generator().manual_seed(7)
 dataset = TensorDataset(torch.randn(64, 6, generator=generator), torch.randint(0, 4, (64,), generator=generator))
 
-world = lockstep.join(seed=1)
+torch.manual_seed(1)
+world = lockstep.join()
 model = lockstep.DataParallel(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = lockstep.shard(DataLoader(dataset, batch_size=8))
-torch.manual_seed(0)
 for _ in range(2):
     for x, y in loader:
         loss = F.cross_entropy(model(x), y)

@@ -76,8 +76,8 @@ def train(graph, optimizer="adamw", shards=2, weighed=False, watch=False):
     for batch in trainer.batches(data(weighed), batch_size=16, epochs=4):  # The last of an epoch is smaller.
         out = trainer.step(batch)
         found.append((out.loss, out.grad_norm, out.weight, out.lr))
-    recorded = trainer._stepper._recorded
-    count = len(recorded.passes._recordings) if recorded is not None else 0
+    graphed = trainer._stepper._graphed
+    count = len(graphed.passes.graphs) if graphed is not None else 0
     return digest(trainer), found, count
 
 

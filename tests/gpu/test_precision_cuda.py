@@ -67,9 +67,9 @@ def with_masters(zero):
         optimizer.step()
         optimizer.zero_grad()
     dtypes = {param.dtype for param in net.parameters()}
-    owned = [(own.dtype, own.cpu()) for _, own, _ in model.parts]
+    owned = [(part.own.dtype, part.own.cpu()) for part in model._engine.parts]
     names = {param: number for number, param in enumerate(net.parameters())}
-    places = [(names[param], offset) for param, _, offset in model.parts]
+    places = [(names[part.param], part.offset) for part in model._engine.parts]
     return dtypes, owned, places
 
 

@@ -7,8 +7,8 @@ import torch
 from test_cuda import CUDA, join
 
 import lockstep
-from lockstep.wire import BucketShape, Exchange, Full, Half, Int8, LowRank, Piece, Sign, TopK, kernels
-from lockstep.wire.blocks import scales_and_payload
+from lockstep.wire import BucketShape, Exchange, Full, Half, Int8, LowRank, Piece, Sign, TopK, blockwise
+from lockstep.wire.blockwise import scales_and_payload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ def close(ours, theirs):
 
 
 def without_kernels(monkeypatch):
-    monkeypatch.setattr(kernels, "run_on", lambda tensor: False)
+    monkeypatch.setattr(blockwise, "kernels_for", lambda tensor: None)
 
 
 @each_blocked
@@ -40,7 +40,7 @@ def test_kernels_encode_as_torch_does(wire, rows, numel):
     pytest.importorskip("triton")
     values = chunks(wire, rows, numel)
     on_gpu = values.to(CUDA)
-    assert kernels.run_on(on_gpu) and not kernels.run_on(values)
+    assert blockwise.kernels_for(on_gpu) and not blockwise.kernels_for(values)
     length = values.shape[1]
     encoded, expected = wire.encode(on_gpu), wire.encode(values)
     assert encoded.shape == expected.shape and torch.equal(on_gpu.cpu(), values)

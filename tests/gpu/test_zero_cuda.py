@@ -1,5 +1,8 @@
 """Every stage of splitting on a CUDA device, over NCCL: the same weights as with nothing split."""
 
+import contextlib
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,3 +73,50 @@ def test_every_stage_gives_the_same_weights(name, tmp_path):
         for stage, weights in results.items():
             for got, expected in zip(weights, results[0], strict=True):
                 assert torch.allclose(got, expected, rtol=1e-12, atol=1e-13), stage
+
+
+class Routed(nn.Module):
+    """Runs the blocks that it is told to run."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(48))
+        self.experts = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x, path):
+        for number in path:
+            x = self.experts[number](x)
+        return x * self.scale
+
+
+def routed():
+    """Workers run different blocks, in different orders, and evaluate differently often."""
+    world = join()
+    results = {}
+    for zero in (0, 3):
+        torch.manual_seed(3)
+        net = Routed().double().to(CUDA)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero)
+        for step in range(8):
+            dice = random.Random(10 * step + world.rank)
+            for is_last in (False, True):
+                with contextlib.nullcontext() if is_last else model.no_sync():
+                    path = [dice.randrange(4) for _ in range(dice.randrange(5))]
+                    generator = torch.Generator().manual_seed(10 * step + world.rank)
+                    x = torch.randn(3, 48, generator=generator, dtype=torch.double).to(CUDA)
+                    model(x, path).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for _ in range(world.rank):
+                    model(x, [step % 4])
+            assert world.sum(1) == world.size
+        results[zero] = [value.cpu() for value in model.state_dict().values()]
+    return results
+
+
+def test_workers_may_run_different_blocks():
+    for results in lockstep.launch(routed, workers=2):
+        for got, expected in zip(results[3], results[0], strict=True):
+            assert torch.allclose(got, expected, rtol=1e-12, atol=1e-13)

@@ -79,6 +79,46 @@ class Forked:
         return Ended(code, self._out.read_bytes().decode(), self._err.read_bytes().decode())
 
 
+class FromServer:
+    """`function(*args)` in a fork of the server, which has torch imported and one thread; its result is the exit code.
+
+    In such a process `lockstep.launch` may fork its workers: `in_forks` sees to it. That takes milliseconds for what
+    takes fresh interpreters seconds. `function` is found again by its name.
+    """
+
+    def __init__(self, folder: Path, function: Callable[..., int], *args: object):
+        folder.mkdir(exist_ok=True)
+        self.out, self.err = folder / "stdout", folder / "stderr"
+        environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self._process = fork_context().Process(target=_captured, args=(self.out, self.err, environ, function, args))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def wait(self, seconds: float = 3 * DEADLINE_S) -> Ended:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        return Ended(self._process.exitcode, self.out.read_text(), self.err.read_text())
+
+
+def _captured(out: Path, err: Path, environ: dict, function: Callable[..., int], args: tuple) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    for path, fd in ((out, 1), (err, 2)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(opened, fd)
+        os.close(opened)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    sys.exit(function(*args))
+
+
+def in_forks(module: object, name: str) -> None:
+    """Have `lockstep.launch` run a module's function in forks from now on: one that cannot be found by its name."""
+    function = getattr(module, name)
+    setattr(module, name, lambda *args: function(*args))
+
+
 def wait_until(condition: Callable[[], bool], what: str, details: Callable[[], str] = lambda: "") -> None:
     give_up = time.monotonic() + DEADLINE_S
     while not condition():

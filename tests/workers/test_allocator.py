@@ -12,15 +12,15 @@ from torch import nn
 import lockstep
 
 PAGE_BYTES = resource.getpagesize()
-SEEN_STEPS = 5
+SEEN_STEPS = 10
 
 
 def faults_of_a_step() -> int:
-    """The fewest page faults of several steps of a model whose activations and gradients take 32 MB."""
+    """The fewest page faults of several steps of a model whose activations and gradients take 20 MB."""
     net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = lockstep.DataParallel(net, optimizer=optimizer)
-    x = torch.randn(1024, 1024)
+    x = torch.randn(256, 1024)
     counts = []
     for _ in range(SEEN_STEPS):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -244,7 +244,8 @@ def with_state(world, folder, steps):
         raise AssertionError("the feed has ended")
     if steps:
         trainer.save(folder)
-    return trainer.steps, {name: value.numpy() for name, value in trainer.state_dict()["tensors"].items()}
+    tensors = trainer.state_dict()["tensors"].items()
+    return trainer.steps, {name: value.numpy() for name, value in tensors if not name.startswith("random/")}
 
 
 def test_the_optimizer_goes_on_too(pool, tmp_path):
@@ -253,6 +254,20 @@ def test_the_optimizer_goes_on_too(pool, tmp_path):
         assert steps == saved[0] == 8 and tensors.keys() == saved[1].keys()
         assert all((tensors[name] == value).all() for name, value in saved[1].items())
         assert tensors["optimizer/weight/step"] == 8 and tensors["optimizer/weight/exp_avg"].any()
+
+
+def loaded_by_hand(world):
+    trainer, used = counting(world, 4)
+    trainer.model.load_state_dict({name: torch.full_like(each, 2) for name, each in trainer.model.state_dict().items()})
+    for batch in trainer.batches(Numbers(20), batch_size=10):
+        trainer.step(batch)
+    return sum(used), {value for each in trainer.model.parameters() for value in each.flatten().tolist()}
+
+
+def test_weights_that_are_loaded_by_hand_are_what_is_trained(pool):
+    results = pool.run(2, loaded_by_hand)
+    assert sum(used for used, _ in results) == 20 * 21 // 2
+    assert all(values == {2 - 20 * 21 // 2, 2} for _, values in results)
 
 
 def from_synchronous(world, folder, strategy, steps):
@@ -376,7 +391,7 @@ def doomed(environ, words, staleness, victim):
     ("staleness", "victim"), some([(0, 1), (4, 0)], [(k, rank) for k in (0, 1, 4) for rank in (0, 1)])
 )
 def test_a_worker_that_is_killed_is_named(tmp_path, staleness, victim):
-    """Also the one that keeps the permits and the store."""
+    """Also the one that keeps the semaphore and the store."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     context = fork_context()

@@ -50,7 +50,9 @@ def on_workers(world, dims, sizes, kwargs, how):
         start = sum(sizes[: world.rank])
         part = slice(start, start + sizes[world.rank])
         if how == "loader":
-            world.weight = lockstep.weight.Weight(sizes[world.rank], sum(sizes))
+            weight = lockstep.weight.Weight(sizes[world.rank], sum(sizes))
+            lockstep.weight.Walk(world.hand_outs).hand_out(weight, [])
+            world.hand_outs.find([], trains=True)  # As a wrapped model does; this one may have nothing to wrap.
             backward = lambda loss: loss.backward()
         else:
             backward = lambda loss: lockstep.backward(loss, weight=sizes[world.rank])
@@ -58,7 +60,7 @@ def on_workers(world, dims, sizes, kwargs, how):
         grads = [p.grad.numpy().copy() for p in net.parameters()]
         # A worker's own input gradient is of its own mean: bring it to that of the whole batch.
         results.append((out, grad * sizes[world.rank] / sum(sizes), grads, state(net)))
-    world.weight = None
+    world.hand_outs.find_none()
     net.eval()
     return results, net(x).detach().numpy()
 
@@ -137,3 +139,35 @@ def half(world):
 
 def test_bf16(pool):
     assert pool.run(2, half) == [True, True]
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d."""
+
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+class Marked(nn.BatchNorm2d):
+    """Adds something to the forward pass of no one."""
+
+    def __init__(self, num_features, mark):
+        super().__init__(num_features)
+        self.mark = mark
+
+    def marked(self):
+        return 2 * self.mark
+
+
+def test_what_subclasses_add_is_kept_or_refused():
+    plain = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(NormAct(4)))
+    with pytest.raises(lockstep.UsageError, match=r"'1.0' is a NormAct, a batch norm with a forward pass of its own"):
+        lockstep.SyncBatchNorm.convert(plain)
+    assert type(plain[0]) is nn.BatchNorm2d, "nothing was replaced"
+    marked = Marked(4, 3)
+    marked.eval()
+    net = lockstep.SyncBatchNorm.convert(nn.Sequential(marked))
+    assert isinstance(net[0], lockstep.SyncBatchNorm) and isinstance(net[0], Marked)
+    assert net[0].marked() == 6 and net[0].weight is marked.weight and not net[0].training
+    assert lockstep.SyncBatchNorm.convert(net)[0] is net[0]
+    lockstep.join().leave()

@@ -22,13 +22,13 @@ def wrap_and_train(world, num_threads, zero, cap_mb, layers):
         num_early = _train(world, model, optimizer)
         with model.whole_params():
             weights = torch.cat([param.detach().flatten().clone() for param in net.parameters()])
-        return [len(bucket.plan.slots) for bucket in model._reducer.buckets], num_early, weights
+        return [len(bucket.plan.slots) for bucket in model._engine.reducer.buckets], num_early, weights
 
 
 def _train(world, model, optimizer):
     generator, num_early = torch.Generator().manual_seed(world.rank), []
     first = model.module[0].weight  # Its gradient is the last.
-    first.register_hook(lambda grad: num_early.append(model._reducer.num_launched))
+    first.register_hook(lambda grad: num_early.append(model._engine.reducer.progress().num_launched))
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(4, 512, generator=generator)).square().mean().backward()

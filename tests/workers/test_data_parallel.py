@@ -3,7 +3,12 @@
 import copy
 import dataclasses
 import gc
+import itertools
+import os
+import sys
+import traceback
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,7 +48,7 @@ def wrapped(net):
     return lockstep.DataParallel(net, bucket_cap_mb=0.002)
 
 
-def assert_same_as_one(pool, case, workers=(2, 3), tolerance=DOUBLE):
+def assert_same_as_one(pool, case, workers=tuple(some([3], [2, 3])), tolerance=DOUBLE):
     expected = case(None)
     for number in workers:
         results = pool.run(number, case)
@@ -502,7 +507,7 @@ def buffers(world):
     for _ in range(3):
         model(torch.randn(4, 12)).square().mean().backward()
         seen.append({k: v.clone().numpy() for k, v in net[1].state_dict().items()})
-    return seen, model._reducer._buffers.changed()
+    return seen, model._engine.reducer.shared.buffers.changed()
 
 
 def test_buffers_are_those_of_worker_zero_after_every_step(pool):
@@ -675,7 +680,7 @@ def surface(world):
     gc.collect()
     again = lockstep.DataParallel(net, bucket_cap_mb=0.001, find_unused_parameters=True, static_graph=True)
     again(torch.ones(2, 12)).sum().backward()
-    reference = weakref.ref(again._reducer)
+    reference = weakref.ref(again._engine.reducer)
     del again
     return keys, net.net[0].weight.grad is not None, reference() is None
 
@@ -684,6 +689,48 @@ def test_surface_and_wrapping_again(pool):
     for keys, has_grad, is_freed in pool.run(2, surface):
         assert keys[0] == "module.net.0.weight"
         assert has_grad and is_freed
+
+
+def held():
+    """Handles, threads, and megabytes of this process."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    handles, threads = (len(list(Path(f"/proc/self/{what}").iterdir())) for what in ("fd", "task"))
+    return handles, threads, resident / 1e6
+
+
+def wrap_again_and_again(world, number, options):
+    """What this worker holds early on and in the end; the last one drops its wrappers later than the others do."""
+    counts = []
+    for count in range(number):
+        net = nn.Sequential(nn.Linear(256, 2048, bias=False), nn.Linear(2048, 256, bias=False))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = lockstep.DataParallel(net, **options | ({"optimizer": optimizer} if "zero" in options else {}))
+        for _ in range(2):
+            model(torch.ones(2, 256)).sum().backward()
+            optimizer.step()
+        kept = model if world.rank == world.size - 1 else None  # Until the next one has been wrapped.
+        if count in (3, number - 1):
+            counts.append(held())
+    del kept
+    return counts
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 3}, {"wire": lockstep.wire.Int8()}], ids=str)
+def test_a_wrapper_that_is_dropped_lets_go(pool, options):
+    for early, late in pool.run(2, wrap_again_and_again, 12, options):
+        assert late[0] <= early[0] + 2 and late[1] <= early[1] + 2  # Two more for each wrapper, if it were held.
+        assert late[2] < early[2] + 20  # Eight wrappers would have 33 of gradients alone.
+
+
+def wrap_one_module(world, number):
+    net = MLP()
+    for _ in range(number):
+        lockstep.DataParallel(net)(torch.ones(2, 12)).sum().backward()
+    return max(len(param._post_accumulate_grad_hooks or ()) for param in net.parameters())
+
+
+def test_a_module_keeps_no_hooks_of_wrappers_that_are_gone(pool):
+    assert pool.run(2, wrap_one_module, 5) == [0, 0]
 
 
 def mismatched(world, kind):
@@ -747,7 +794,35 @@ def order_of_gpt(world):
     model = lockstep.DataParallel(net, bucket_cap_mb=0.003)
     for _ in range(2):
         F.cross_entropy(model(torch.ones(2, 5, dtype=torch.long)), torch.ones(2, 5, dtype=torch.long)).backward()
-    reducer = model._reducer
-    place = {name: reducer._buckets.places[i][0].place for i, (name, _) in enumerate(net.named_parameters())}
+    reducer = model._engine.reducer
+    place = {name: reducer._queue.buckets.places[i][0].place for i, (name, _) in enumerate(net.named_parameters())}
     order = ["blocks.2.mlp.2.weight", "blocks.1.mlp.2.weight", "blocks.0.mlp.2.weight", "embed.weight"]
     return [place[name] for name in order]
+
+
+def ways(world):
+    """How many frames of ours lie between the end of a backward pass and the backend's call, and the wait for it."""
+    group, peers, found = type(world.group), type(world.peers), {}
+
+    def counted(name, call):
+        def count(*args, **kwargs):
+            files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1)))
+            found[name] = sum(1 for _ in itertools.takewhile(lambda file: "/torch/autograd/" not in file, files))
+            return call(*args, **kwargs)
+
+        return count
+
+    model = lockstep.DataParallel(torch.nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()  # Its end is another: the order is learnt, inputs are compared.
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "allreduce", counted("call", group.allreduce))
+        patch.setattr(peers, "_wait", counted("wait", peers._wait))
+        model(torch.ones(1, 4)).sum().backward()
+    return found
+
+
+def test_the_ways_to_the_backend_and_back_are_short(started_pool):
+    for found in started_pool.run(2, ways):
+        assert found["call"] <= 7
+        assert found["wait"] + 1 <= 7, "the wait itself is one"

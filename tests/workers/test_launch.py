@@ -1,6 +1,7 @@
 """`lockstep.launch`, with real workers: what comes back, what is raised, and who is left."""
 
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from lockstep import world as worlds
 from lockstep.errors import LaunchError, UsageError, WorkerFailed, WorkerLost
 from lockstep.start import host
 from lockstep.start.function import launch
-from lockstep.start.meeting import Meeting
+from lockstep.start.supervisor import Rendezvous
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -34,8 +35,8 @@ def _clean_environment(monkeypatch):
 @pytest.fixture(scope="module")
 def _a_first_store():
     """torch opens two files with its first store, and keeps them."""
-    with Meeting() as meeting:
-        meeting.attend()
+    with contextlib.closing(Rendezvous()) as rendezvous:
+        rendezvous.attend([])
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,8 @@ def _nothing_is_left(_clean_environment, _a_first_store):
 def children():
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split() if is_alive(int(pid))}
+        with contextlib.suppress(FileNotFoundError):  # A thread that has just been joined, on its way out.
+            found |= {int(pid) for pid in (task / "children").read_text().split() if is_alive(int(pid))}
     return found
 
 
@@ -225,6 +227,8 @@ def test_calls_that_cannot_be_right(monkeypatch):
         launch("train", 2)
     with pytest.raises(UsageError, match="must lie in the future"):
         launch(rank, 2, timeout=0)
+    with pytest.raises(UsageError, match="must lie in the future"):
+        launch(rank, 2, timeout=float("nan"))
     with pytest.raises(LaunchError, match=r"one compute thread, and threads=4"):
         launch(lambda: None, 2, threads=4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

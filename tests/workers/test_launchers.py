@@ -5,8 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
+
+from lockstep.comm import meeting
+from lockstep.comm.peers import Peer
+from lockstep.errors import LaunchError
 
 SCRIPT = """
 import os, torch, lockstep
@@ -17,10 +23,20 @@ grad = model.module.weight.grad[0, 0].item()
 line = f"{world.rank}/{world.size} local {world.local_rank}/{world.local_size} {grad}\\n"
 os.write(1, line.encode())  # In one piece: torchrun's workers share a pipe.
 """
+DIES_ONCE = """
+import os
+from datetime import timedelta
+from torch.distributed import TCPStore
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
+    store.get("lockstep/here/0")  # Worker 0 is in join(), and has left traces there.
+    os._exit(1)
+"""
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid())}  # The port is made from the job's number.
+OTHER_SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid() + 1)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
 TWO = ["0/2 local 0/2 1.5", "1/2 local 1/2 1.5"]
@@ -35,11 +51,20 @@ def started(tmp_path_factory):
     """The processes of every launcher, all running at the same time."""
     script = tmp_path_factory.mktemp("launchers") / "train.py"
     script.write_text(SCRIPT)
+    restarts = script.with_name("restarts.py")
+    restarts.write_text(DIES_ONCE + SCRIPT)
     groups = {
         "alone": [begin([sys.executable, script])],
         "torchrun": [begin([*TORCHRUN, script])],
+        "restarted": [begin([*TORCHRUN, "--max-restarts", "1", restarts])],
         "slurm": [begin([sys.executable, script], SLURM_PROCID=n, SLURM_LOCALID=n, **SLURM) for n in "01"],
     }
+    if "FULL" in os.environ:
+        secret = {"LOCKSTEP_SECRET": "5" * 32, **OTHER_SLURM}
+        groups["torchrun with a secret"] = [begin([*TORCHRUN, script], LOCKSTEP_SECRET="5" * 32)]
+        groups["slurm with a secret"] = [
+            begin([sys.executable, script], SLURM_PROCID=n, SLURM_LOCALID=n, **secret) for n in "01"
+        ]
     if shutil.which("mpirun"):
         groups["openmpi"] = [begin([*MPIRUN, script])]
     yield groups
@@ -63,6 +88,24 @@ def test_alone(started):
 
 def test_torchrun(started):
     assert lines(started["torchrun"]) == TWO
+
+
+def test_torchrun_restarts_a_worker_that_died_before_it_joined(started):
+    assert lines(started["restarted"]) == TWO
+
+
+@pytest.mark.skipif("FULL" not in os.environ, reason="needs FULL=1")
+def test_a_users_secret(started):
+    assert lines(started["torchrun with a secret"]) == TWO
+    assert lines(started["slurm with a secret"]) == TWO
+
+
+def test_who_waits_says_for_whom_and_where(monkeypatch, capsys):
+    monkeypatch.setattr(meeting, "NOTICE_S", 0.1)
+    with pytest.raises(LaunchError, match=r"for 3 workers at host:29500 .*missing: 1, 2"):
+        meeting.Roster(dist.HashStore(), Peer.me(0), 3, timedelta(seconds=0.5), "host:29500").agree()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "worker 0 has waited" in said and "at host:29500; not there yet: 1, 2" in said
 
 
 def test_slurm(started):

@@ -415,7 +415,7 @@ def one_ends(world, strategy):
 
 @pytest.mark.parametrize("strategy", [lockstep.LocalSGD(every=5), lockstep.DiLoCo(every=4, overlap=True, delay=2)])
 def test_a_worker_that_leaves_is_missed_at_the_exchange(pool, strategy):
-    for found in pool.run(3, one_ends, strategy, timeout=15)[::2]:
+    for found in pool.run(3, one_ends, strategy, timeout=5)[::2]:
         number, text = found
         assert number == (4 if not strategy.overlap else 5) and "worker 1" in text
 

@@ -7,8 +7,7 @@ import torch
 from amount import some
 
 from lockstep.comm.memory import Request, memory_of
-from lockstep.comm.ordered import ByMessages, InMemory, even_cuts
-from lockstep.comm.shard_tree import ShardTree, halves
+from lockstep.comm.tree import ByMessages, InMemory, ShardTree, even_cuts, halves
 
 BACKENDS = ["shm", "gloo"]
 SHARDS = 8
@@ -26,10 +25,10 @@ def contribution(shard, numel, dtype):
     return (torch.randn(numel, generator=generator, dtype=torch.float64) * 10.0 ** (shard % 4)).to(dtype)
 
 
-def lanes_of(world, tree, numel, dtype, group):
-    """This worker's roots in its lanes, in memory of the kind that the group wants."""
-    (memory,) = memory_of(group, torch.device("cpu")).lay_out([Request(tree.lanes * numel, dtype, torch.device("cpu"))])
-    lanes = memory.view(tree.lanes, numel)
+def lanes_of(world, tree, numel, dtype, memory):
+    """This worker's roots in its lanes, in `memory`, which must live as long as they are used."""
+    (laid_out,) = memory.lay_out([Request(tree.lanes * numel, dtype, torch.device("cpu"))])
+    lanes = laid_out.view(tree.lanes, numel)
     for number, (begin, end) in enumerate(tree.roots[world.rank]):
         values = [contribution(shard, numel, dtype) for shard in range(begin, end)]
         lanes[tree.lane(world.rank, number)] = along_the_tree(values)
@@ -45,11 +44,12 @@ def reductions(world, tree):
 def reduced(world, numel, dtype):
     tree = ShardTree(SHARDS, world.size)
     found = []
+    memory = memory_of(world.group, torch.device("cpu"))
     for ordered in reductions(world, tree):
-        lanes = lanes_of(world, tree, numel, dtype, world.group)
+        lanes = lanes_of(world, tree, numel, dtype, memory)
         world.wait(ordered.all_reduce(lanes), "adding")
         found.append(lanes[-1].double().tolist())
-        lanes = lanes_of(world, tree, numel, dtype, world.group)
+        lanes = lanes_of(world, tree, numel, dtype, memory)
         # Parts of any length, one of them empty.
         cuts = [(0, 0), *even_cuts(numel, world.size - 1, dtype.itemsize)]
         out = torch.zeros(cuts[world.rank][1] - cuts[world.rank][0], dtype=dtype)
@@ -77,7 +77,7 @@ def test_the_same_bits_everywhere(pool, dtype, workers):
 def counted(world, shards, numel):
     tree = ShardTree(shards, world.size)
     ordered = ByMessages(tree, world.group, torch.device("cpu"))
-    lanes = lanes_of(world, tree, numel, torch.float32, world.group)
+    lanes = lanes_of(world, tree, numel, torch.float32, memory_of(world.group, torch.device("cpu")))
     world.wait(ordered.all_reduce(lanes), "adding")
     return ordered.num_bytes_sent
 

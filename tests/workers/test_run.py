@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from processes import PUBLISH, Ended, Forked, wait_for_pids, wait_until, wait_until_gone
 
 from lockstep.cli.main import main
-from lockstep.start import host
+from lockstep.comm import notices
+from lockstep.start import host, supervisor
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,7 +59,9 @@ print("unended", end="")
 """
     ended = lockstep_run("-n", "2", source=source, args=("--lr", "3", "-n", "7", "--", "-m"))
     assert ended.code == 0, ended
-    assert sorted(ended.err.splitlines()) == ["[0] and on stderr", "[1] and on stderr"]
+    *err, last = ended.err.splitlines()
+    assert last.startswith("lockstep run: the 2 workers never met")
+    assert sorted(err) == ["[0] and on stderr", "[1] and on stderr"]
     said = {int(line[1]): line[4:] for line in ended.out.splitlines() if "{" in line}
     assert sorted(line for line in ended.out.splitlines() if "{" not in line) == ["[0] unended", "[1] unended"]
     seen = {rank: json.loads(line) for rank, line in said.items()}
@@ -198,6 +204,73 @@ raise ValueError("the cause")
     assert ended.err.splitlines()[-1] == "ValueError: the cause"
 
 
+LOSES = """
+import atexit, os, pathlib, time, traceback
+class WorkerLost(Exception):
+    __module__ = "lockstep.errors"
+
+def lose(when):
+    while not pathlib.Path(when).exists():
+        time.sleep(0.01)
+    raise WorkerLost("worker 0: worker 1 (pid 7 on host) is missing")
+"""
+
+
+@pytest.mark.parametrize(
+    ("fate", "said"),
+    [
+        ("pathlib.Path('ready').touch()", "worker 0 failed (exit code 1) because of worker 1, which had finished"),
+        (
+            "pathlib.Path('ready').touch(); os.kill(os.getpid(), 19)",
+            "worker 0 failed (exit code 1) because of worker 1, which was stopped",
+        ),
+        (
+            "atexit.register(time.sleep, 1000); atexit.register(pathlib.Path('ready').touch); raise ValueError('mine')",
+            "worker 1 failed first (exit code 1)",
+        ),
+    ],
+)
+def test_the_worker_that_the_others_lost_is_the_one_to_look_at(lockstep_run, fate, said):
+    source = LOSES + f"if os.environ['RANK'] == '0':\n    lose('ready')\n{fate}\n"
+    ended = lockstep_run("-n", "2", "--notice", "0.5", source=source)
+    assert ended.code == 1
+    assert f"lockstep run: {said}" in ended.err, ended.err
+
+
+def test_a_traceback_is_shown_once_and_one_that_was_caught_too(lockstep_run):
+    source = """
+import os, pathlib, sys, time, traceback
+rank = os.environ["RANK"]
+try:
+    raise KeyError("caught by " + rank)
+except KeyError:
+    traceback.print_exc()
+print("goes on", file=sys.stderr)
+if rank != "2":
+    raise ValueError("of " + rank)
+"""
+    ended = lockstep_run("-n", "3", source=source)
+    assert ended.code == 1
+    for rank in range(3):
+        assert ended.err.count(f"KeyError: 'caught by {rank}'") == 1
+    assert ended.err.count("ValueError: of 0") == ended.err.count("ValueError: of 1") == 1
+    assert ended.err.count("Traceback (most recent call last)") == 4  # The caught ones, and the first failure's.
+    assert re.search(
+        r"lockstep run: worker [01] failed first .*; its last words:\nTraceback .*\n.*\n.*\n.*$", ended.err
+    )
+
+
+def test_all_of_it_is_in_the_folder_of_a_watched_run_or_behind_a_variable(lockstep_run, tmp_path, monkeypatch):
+    source = LOSES + "lose('.') if os.environ['RANK'] == '0' else 1 / 0"
+    ended = lockstep_run("-n", "2", "--watch=kept", source=source)
+    assert "its last words (whole, with those of the others: kept/errors):" in ended.err
+    assert "in lose" in (tmp_path / "kept/errors/worker-0.txt").read_text() and "in lose" not in ended.err
+    assert (tmp_path / "kept/errors/worker-1.txt").read_text().endswith("ZeroDivisionError: division by zero\n")
+    monkeypatch.setenv("LOCKSTEP_TRACEBACK", "full")
+    ended = lockstep_run("-n", "2", source=source)
+    assert "[0]   File" in ended.err and "in lose" in ended.err and "[1] ZeroDivisionError" in ended.err
+
+
 def test_a_killed_worker_is_named(lockstep_run, tmp_path):
     source = (
         PUBLISH
@@ -217,6 +290,57 @@ def test_what_a_worker_leaves_behind_is_ended(lockstep_run, tmp_path):
     ended = lockstep_run("-n", "2", source=STAY.replace("time.sleep(1000)", ""))
     assert ended.code == 0
     wait_until_gone(wait_for_pids(tmp_path, 4))
+
+
+DAEMON = (
+    PUBLISH
+    + """
+rank = os.environ["RANK"]
+publish("daemon" + rank, subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+orphan = f"echo $$ > orphan{rank}.tmp; mv orphan{rank}.tmp orphan{rank}.pid; exec sleep 1000"
+subprocess.run(["setsid", "--fork", "sh", "-c", orphan])
+"""
+)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_workers_start_in_sessions_of_their_own_ends_too(launcher, tmp_path, is_killed):
+    started = launcher("-n", "2", source=DAEMON + "time.sleep(1000)" * is_killed)
+    pids = wait_for_pids(tmp_path, 4)
+    if is_killed:
+        started.signal(signal.SIGKILL)
+    assert started.wait().code == (-signal.SIGKILL if is_killed else 0)
+    wait_until_gone(pids)
+
+
+def test_a_killed_warden_is_no_failure(launcher, tmp_path):
+    source = PUBLISH + "publish('worker' + os.environ['RANK'], os.getpid())\n"
+    source += "while not os.path.exists('go'): time.sleep(0.01)"
+    started = launcher("-n", "2", source=source)
+    workers = wait_for_pids(tmp_path, 2)
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    (warden,) = {int(pid) for pid in children} - set(workers)
+    os.kill(warden, signal.SIGKILL)
+    wait_until_gone([warden])
+    (tmp_path / "go").touch()
+    ended = started.wait()
+    assert (ended.code, ended.out) == (0, "") and ended.err.count("\n") == 1 and "never met" in ended.err
+
+
+@pytest.mark.parametrize("num_handles", [10, 24])
+def test_too_few_file_handles_are_said_at_once(tmp_path, num_handles):
+    (tmp_path / "script.py").write_text("")
+
+    def limited() -> int:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_handles, num_handles))
+        return main(["run", "-n", "2", "script.py"])
+
+    ended = Forked(limited, tmp_path).wait()
+    assert ended.code == 2 and len(ended.err.splitlines()) == 1
+    assert (
+        "lockstep run: the process that launches 2 workers needs 28 more file handles" in ended.err
+        and "ulimit -n 4096" in ended.err
+    )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -327,5 +451,25 @@ world.barrier()
 """
     ended = lockstep_run("-n", "2", source=source)
     assert ended.code == 128 + signal.SIGKILL
-    assert "[0] lockstep.errors.WorkerLost: worker 0: worker 1" in ended.err
+    assert re.search(
+        r"\[0\] lockstep.errors.WorkerLost: worker 0: worker 1 \(.*\) was killed by SIGKILL \(often", ended.err
+    )
     assert "worker 1 failed first (killed by SIGKILL" in ended.err.splitlines()[-1]
+
+
+def test_workers_that_all_raised_and_hang_in_their_own_exit_are_ended(lockstep_run):
+    source = """
+import atexit, time
+atexit.register(time.sleep, 1000)
+import lockstep
+lockstep.join().barrier()
+raise ValueError("of all")
+"""
+    ended = lockstep_run("-n", "2", "--notice", "0.2", source=source)
+    assert ended.code == 1
+    assert re.search(r"lockstep run: worker [01] failed first \(exit code 1\); its last words:\nTraceback", ended.err)
+    assert ended.err.splitlines()[-1] == "ValueError: of all"
+
+
+def test_the_launcher_knows_how_a_farewell_begins():
+    assert supervisor._RAISED == notices.RAISED

@@ -30,12 +30,12 @@ def save_without_end(environ, folder):
     optimizer.step()  # Makes the optimizer's state.
     optimizer.zero_grad()
     for step in range(1, 10**6):
-        model.before_load()
+        model._engine.before_load()
         with torch.no_grad():
-            for _, own, _ in model.parts:
-                own.fill_(step)
-                optimizer.state[own]["exp_avg"].fill_(step)
-        model.after_load()
+            for part in model._engine.parts:
+                part.own.fill_(step)
+                optimizer.state[part.own]["exp_avg"].fill_(step)
+        model._engine.after_load()
         lockstep.save(folder, model, optimizer, step=step, extra={"step": step}, keep_last=2, wait=step % 2 == 0)
 
 

@@ -18,7 +18,7 @@ from amount import some
 from processes import fork_context
 
 from lockstep.comm import shm
-from lockstep.comm.shm.work import waited_for
+from lockstep.comm.shm.queue import waited_for
 from lockstep.errors import LockstepError, WorkerLost
 
 OPERATIONS = int(os.environ.get("LOCKSTEP_STRESS", "30"))

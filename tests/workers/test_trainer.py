@@ -1,5 +1,9 @@
 """The trainer's loop: resuming, uneven batches, weights, streams, loader processes, failures, metrics."""
 
+import dataclasses
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,8 +197,8 @@ def shard_fails(world, zero, failing_shard):
             raise ArithmeticError("bad sample")
         return loss_fn(model, shard)
 
-    trainer._stepper.passes.loss_fn = sometimes
-    owned = list(range(*trainer._tree.runs[world.rank]))
+    trainer._stepper._options = dataclasses.replace(trainer._stepper._options, loss_fn=sometimes)
+    owned = list(range(*trainer._options.shard_range))
     outcomes = []
     for batch in feed(trainer, "gpt"):
         before = calls
@@ -333,3 +337,33 @@ def test_metrics_count_every_sample_once(pool, count):
     with torch.no_grad():
         assert expected["loss"] == pytest.approx(F.cross_entropy(net(x), y).item(), rel=1e-5)
         assert expected["hits"] == pytest.approx((net(x).argmax(1) == y).float().mean().item(), rel=1e-6)
+
+
+# The way of a shard
+
+
+class Traced(nn.Linear):
+    """Knows the functions of ours that its forward pass was called through."""
+
+    def forward(self, x):
+        frame, self.ways = sys._getframe(), []
+        while frame is not None:
+            if Path(frame.f_code.co_filename).is_relative_to(Path(lockstep.__file__).parent):
+                self.ways.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        return super().forward(x)
+
+
+def way_of_a_shard(world, strategy):
+    net = Traced(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = lockstep.Trainer(net, optimizer, lambda model, x: model(x).mean(), shards=2, strategy=strategy)
+    for batch in trainer.batches([torch.ones(3)] * 2, batch_size=2):
+        trainer.step(batch)
+    return net.ways[: net.ways.index("Trainer.step") + 1]
+
+
+def test_few_functions_stand_between_a_step_and_the_module(pool):
+    for strategy in (None, lockstep.LocalSGD(every=2), lockstep.Async()):
+        (way,) = pool.run(1, way_of_a_shard, strategy)
+        assert len(way) <= 4, way

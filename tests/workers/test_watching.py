@@ -2,19 +2,24 @@
 
 import itertools
 import json
+import os
+import signal
+import sys
+import threading
 import time
 
 import pytest
 import torch
 from amount import some
-from processes import Forked
+from processes import Forked, FromServer, in_forks
 from torch import nn
 from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.watching.probes import Probes
-from lockstep.watching.record import SHARES
+from lockstep.watching.hang_state import Look
+from lockstep.watching.network import Probes
+from lockstep.watching.step_record import SHARES
 
 BACKENDS = some(["shm"], ["shm", "gloo"])
 
@@ -134,6 +139,25 @@ def test_straggler_is_named(pool, workers, options, words):
         assert summary.waiting_ms > 0.3 * summary.wall_ms and summary.efficiency is not None
 
 
+def ask_after_the_loop(world, steps, seconds, asks):
+    """What the watcher says of a slow worker 1, right after its last step, on those who ask."""
+    model = lockstep.DataParallel(net(seconds if world.rank == 1 else 0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with lockstep.watch(model, progress=False) as watcher:
+        for _ in range(steps):
+            model(torch.ones(2, 32)).sum().backward()
+            optimizer.step()
+        said = watcher.verdict() if world.rank in asks else None
+        world.barrier()  # None has ended yet.
+    return said
+
+
+@pytest.mark.parametrize("asks", some([(0, 1), (1,)], [(0, 1), (0,), (1,)]))
+def test_a_verdict_tells_what_is_known_now(pool, asks):
+    for rank, said in enumerate(pool.run(2, ask_after_the_loop, 14, 0.2, asks)):
+        assert said is None if rank not in asks else said.startswith("worker 1 holds everyone up by ")
+
+
 def noise_scale(world, dimensions, square, steps, zero):
     """The gradient of a sample is the sample itself, so mean and covariance are known."""
     torch.manual_seed(world.rank)
@@ -200,8 +224,49 @@ def test_watch_is_for_wrapped_models(pool):
     pool.run(2, wrap_what_is_not_wrapped)
 
 
+class Telling(nn.Parameter):
+    """Notes which threads look at its gradient."""
+
+    threads = ()
+
+    @property
+    def grad(self):
+        self.threads = {*self.threads, threading.current_thread().name}
+        return torch.Tensor.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, grad):
+        torch.Tensor.grad.__set__(self, grad)
+
+
+def look_in_mid_pass(world, steps):
+    """Who has looked at gradients, and what another thread found to lack in the middle of the last backward pass."""
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for layer in module:
+        layer.weight, layer.bias = Telling(layer.weight.data), Telling(layer.bias.data)
+    model = lockstep.DataParallel(module)
+    look, seen = Look(world, model), []
+
+    def watch_from_another_thread(_grad):
+        thread = threading.Thread(target=lambda: seen.append(look.take()), name="watch")
+        thread.start()
+        thread.join()
+
+    module[1].register_forward_hook(lambda _, __, output: output.register_hook(watch_from_another_thread) and None)
+    for _ in range(steps):
+        model(torch.ones(2, 8)).sum().backward()
+        model.zero_grad()
+    return set().union(*(param.threads for param in module.parameters())), seen[0], seen[-1]
+
+
+def test_no_thread_but_the_training_looks_at_gradients(pool):
+    for threads, first, last in pool.run(2, look_in_mid_pass, 3):
+        assert threads == {"MainThread"}
+        assert set(first.lacking) == set(last.lacking) == {"1.bias", "1.weight", "0.bias", "0.weight"}
+
+
 SCRIPT = """
-import os, signal, sys, torch, lockstep
+import torch, lockstep
 world = lockstep.join(seed=0)
 model = lockstep.DataParallel(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -209,8 +274,6 @@ for step in range(30):
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    if sys.argv[1:] == ["dies"] and step == 20 and world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -223,18 +286,40 @@ def test_a_script_as_it_is(tmp_path):
     assert json.loads((tmp_path / "seen" / "run.json").read_text())["script"] == "script.py"
 
 
+def die_after_20_steps():
+    world = lockstep.join(seed=0)
+    model = lockstep.DataParallel(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(30):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 20 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_a_watched_worker(folder):
+    in_forks(sys.modules[__name__], "die_after_20_steps")
+    os.environ["LOCKSTEP_WATCH"] = folder
+    try:
+        lockstep.launch(die_after_20_steps, 2)
+    except lockstep.WorkerFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 def test_a_dead_worker_holds_nothing_up(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    ended = Forked(lambda: main(["run", "-n", "2", "--watch", "script.py", "dies"]), tmp_path).wait()
-    assert ended.code == 128 + 9 and "worker 1 failed first" in ended.err
+    ended = FromServer(tmp_path / "out", lose_a_watched_worker, str(tmp_path / "run")).wait()
+    assert ended.code == 1 and "worker 1" in ended.err and "SIGKILL" in ended.err, ended.err
     assert len(lines(tmp_path / "run" / "steps.jsonl")) >= 20
 
 
 def test_probes(tmp_path):
     """Two in one process: each finds the other, and the way is short."""
     found = {}
-    probes = [Probes(rank, 2, ("127.0.0.1", 9), 7, found.get) for rank in range(2)]
-    stranger = Probes(1, 2, ("127.0.0.1", 9), 8, {0: probes[0].address}.get)
+    probes = [Probes(rank, 2, "127.0.0.1", b"7", found.get) for rank in range(2)]
+    stranger = Probes(1, 2, "127.0.0.1", b"8", {0: probes[0].address}.get)
     found.update(enumerate(each.address for each in probes))
     for each in (*probes, stranger):
         each.start()
@@ -247,3 +332,17 @@ def test_probes(tmp_path):
     assert not stranger.delays()  # It has another token.
     for each in (*probes, stranger):
         each.close()
+
+
+def _watches_where_nothing_can_be_written(world, folder):
+    model = lockstep.DataParallel(torch.nn.Linear(2, 2))
+    with pytest.raises(lockstep.UsageError) as caught:
+        lockstep.watch(model, folder=folder)
+    assert world.sum(1) == world.size
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_said_by_all(pool, tmp_path):
+    (tmp_path / "file").touch()
+    for said in pool.run(2, _watches_where_nothing_can_be_written, str(tmp_path / "file" / "run")):
+        assert said.startswith("the watch folder") and "Not a directory" in said and "--watch=FOLDER" in said

@@ -1,10 +1,13 @@
 """A worker whose messages are late is named: workers in network namespaces of their own, joined by a bridge.
 
-What leaves one namespace passes a relay that holds it back. Needs root, and half a minute: with FULL=1 only.
+What leaves one namespace passes a relay that holds it back. Needs root, and half a minute: with FULL=1 only. And two
+hosts that know their own name as 127.0.0.1 find each other by the route to where they meet.
 """
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 from processes import DEADLINE_S, wait_until
 
-pytestmark = pytest.mark.skipif(
+slowly = pytest.mark.skipif(
     "FULL" not in os.environ or not hasattr(os, "geteuid") or os.geteuid() != 0 or not Path("/dev/net/tun").exists(),
     reason="needs FULL=1, root, and Linux with network namespaces",
 )
@@ -72,7 +75,7 @@ def ip(*words):
 class Bridge:
     """Namespaces on one bridge, each with the address 10.77.0.(rank + 1); what `slow` sends is late."""
 
-    def __init__(self, size, slow):
+    def __init__(self, size, slow=None):
         self.name = f"lk{os.getpid() % 100000}"
         self.spaces = [f"{self.name}n{rank}" for rank in range(size)]
         self.slow = slow
@@ -106,7 +109,7 @@ class Bridge:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", self.name], check=False, capture_output=True)
 
-    def start(self, rank, script, folder):
+    def start(self, rank, script, folder, remove=()):
         environ = {
             **os.environ,
             "RANK": str(rank),
@@ -117,10 +120,13 @@ class Bridge:
             "OMP_NUM_THREADS": "1",
             "LOCKSTEP_WATCH": str(folder),
         }
+        for name in remove:
+            environ.pop(name)
         command = ["ip", "netns", "exec", self.spaces[rank], sys.executable, str(script)]
-        return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@slowly
 @pytest.mark.timeout(3 * DEADLINE_S)
 @pytest.mark.parametrize(("size", "slow"), [(2, 1), (3, 0)])
 def test_slow_network_is_named(tmp_path, size, slow):
@@ -137,3 +143,50 @@ def test_slow_network_is_named(tmp_path, size, slow):
     last = json.loads((tmp_path / "run" / "steps.jsonl").read_text().splitlines()[-1])
     assert last["verdict"].startswith(f"worker {slow} holds everyone up by ") and last["verdict"].endswith("network")
     assert last["last"]["cause"] == "network"
+
+
+STEPS = """
+import os, torch, lockstep
+world = lockstep.join(seed=0, timeout=40)
+model = lockstep.DataParallel(torch.nn.Linear(2, 1))
+for _ in range(3):
+    model(torch.ones(1, 2) * (1 + world.rank)).sum().backward()
+print(world.backend, world.peers.me.address, model.module.weight.grad[0, 0].item() / 3)
+"""
+
+
+@pytest.fixture
+def loopback_names():
+    """Two namespaces on one cable, in which the host's own name is that of loopback."""
+    bridge = Bridge(2)
+    folders = [Path("/etc/netns") / space for space in bridge.spaces]
+    had_folder = Path("/etc/netns").exists()
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")
+        try:
+            bridge.__enter__()
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces can be made here: {error}")
+        yield bridge
+    finally:
+        bridge.__exit__()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not had_folder:
+            shutil.rmtree("/etc/netns", ignore_errors=True)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"
+)
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_hosts_whose_own_name_is_that_of_loopback(tmp_path, loopback_names):
+    (tmp_path / "script.py").write_text(STEPS)
+    remove = ("GLOO_SOCKET_IFNAME", "LOCKSTEP_WATCH")
+    workers = [loopback_names.start(rank, tmp_path / "script.py", tmp_path, remove=remove) for rank in range(2)]
+    for rank, worker in enumerate(workers):
+        out, errors = worker.communicate(timeout=2 * DEADLINE_S)
+        assert worker.returncode == 0, errors
+        assert out == f"gloo 10.77.0.{rank + 1} 1.5\n"

@@ -147,6 +147,12 @@ def test_what_is_counted_is_what_was_handed_over(pool):
             assert counted == pytest.approx(given, rel=0.001), wire
 
 
+def wait_for(works):
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
 def in_phases(world, wires):
     """Two buckets on their way at once, as a reducer has them: the same bits as one after the other."""
     for wire in wires:
@@ -154,19 +160,11 @@ def in_phases(world, wires):
         for step in range(2):
             flats = [grads(world.rank, world.size, 10 * step + number, BUCKET) for number in range(2)]
             expected = [exchange.run(flat.clone()) for exchange, flat in zip(one_by_one, flats, strict=True)]
-            for launch in ("launch", "launch_back"):
-                works = []
-                for exchange, flat in zip(together, flats, strict=True):
-                    if launch == "launch":
-                        exchange.encode(flat)
-                    works.append(getattr(exchange, launch)())
-                for exchange, work in zip(together, works, strict=True):
-                    if work is not None:
-                        work.wait()
-                    if launch == "launch":
-                        exchange.combine()
+            works = [exchange.launch(flat) for exchange, flat in zip(together, flats, strict=True)]
+            wait_for(works)
+            wait_for([exchange.relay() for exchange in together])
             for exchange, flat, wanted in zip(together, flats, expected, strict=True):
-                exchange.decode(flat)
+                exchange.finish(flat)
                 assert raw(flat) == raw(wanted), wire
 
 

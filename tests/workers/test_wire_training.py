@@ -71,7 +71,7 @@ def sent(world, chosen):
     model, optimizer = begin(chosen)
     go_on(world, model, optimizer, 0, 3)
     promised = 0
-    for bucket in model._reducer._buckets.all:
+    for bucket in model._engine.reducer.buckets:
         if bucket.plan.slots:
             pieces = [Piece(str(s.index), s.offset, tuple(p.shape)) for s, p in zip(bucket.plan.slots, bucket.params)]
             promised += chosen.bytes_promised(BucketShape(bucket.plan.tail_offset, tuple(pieces)), world.size)
@@ -210,7 +210,7 @@ def test_auto_chooses_once_and_alike_on_all_workers(pool, without_wire, auto, ze
     results = pool.run(2, chosen_by_itself, auto, zero)
     for early, report, choice, weights, loss in results:
         assert "measuring" in early and report == str(choice) and 'wire="auto" chose' in report
-        assert choice == results[0][2] and choice.tried[0].wires[0] == wire.Full()
+        assert choice == results[0][2] and choice.tried[0][0] == wire.Full()
         assert difference(weights, results[0][3]) == 0
         assert loss == pytest.approx(plain, rel=0.2)
 
@@ -225,8 +225,8 @@ def switched(world):
         [wire.Full(), wire.TopK(0.1), wire.Full(), wire.Int8(), wire.LowRank(1), wire.Full()]
     ):
         if step:
-            model.coded._wires = [chosen]
-            model.coded.adopt(model.reducer._buckets.all)
+            model.coded._wire = chosen
+            model._engine.reducer._placement.reduction.adopt(model._engine.reducer.buckets)
         grad = torch.randn(16, 16)
         (model(torch.eye(16)).t() * grad).sum().backward()
         expected += world.mean(grad)

@@ -1,8 +1,15 @@
+import os
+import random
+
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 import lockstep
+from lockstep import seeds
 
 
 def _words(world):
@@ -39,18 +46,97 @@ def test_words(pool, workers):
 
 
 def _draws(world):
-    first = torch.rand(3).tolist()
-    lockstep.DataParallel(torch.nn.Linear(2, 2))
-    return first, torch.rand(3).tolist()
+    """What a script draws that wraps, shards and trains: in its own lines, and in the model."""
+    own = [torch.rand(3).tolist()]
+    model = lockstep.DataParallel(Drawing())
+    dataset = TensorDataset(torch.arange(24.0).view(12, 2))
+    train, held_out = random_split(dataset, [8, 4])
+    own.append((train.indices, held_out.indices))
+    inside = []
+    for (x,) in lockstep.shard(DataLoader(Noisy(train), batch_size=4, shuffle=True)):
+        inside += [model(x).tolist(), x[:, 2:].tolist()]
+        own.append((torch.rand(2).tolist(), numpy.random.rand(), random.random()))
+    with pytest.raises(KeyError):
+        model(None)
+    own.append(torch.rand(2).tolist())
+    return own, inside
 
 
-def test_seeds_agree_until_wrapping_and_differ_after(pool):
+class Drawing(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+    def forward(self, x):
+        drawn = torch.rand(3)
+        if x is None:
+            raise KeyError
+        return checkpoint(self._drawn, drawn, use_reentrant=False)
+
+    def _drawn(self, drawn):
+        return drawn + torch.rand(3) + 0 * self.weight.sum()
+
+
+class Noisy(Dataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        drawn = torch.tensor([torch.rand(()), numpy.random.rand(), random.random()])
+        return (torch.cat([self.samples[index][0], drawn]),)
+
+
+def test_with_a_seed_scripts_draw_alike_and_models_and_data_sets_each_their_own(pool):
     once = pool.run(3, _draws)
-    again = pool.run(3, _draws)
-    assert once == again
-    assert len({tuple(before) for before, _ in once}) == 1
-    assert len({tuple(after) for _, after in once}) == 3
-    assert pool.run(1, _draws)[0] == once[0]
+    assert once == pool.run(3, _draws)
+    assert once[0][0] == once[1][0] == once[2][0]
+    for kind in zip(*(inside for _, inside in once), strict=True):
+        assert kind[0] != kind[1] != kind[2] != kind[0]
+
+
+def _draws_by_torch_alone(world, wraps):
+    """The same without `join(seed=...)`; unwrapped, it is what a plain script draws."""
+    world.leave()
+    with lockstep.join(timeout=30):
+        seeds.seed_everything(5)
+        model = Drawing()
+        model = lockstep.DataParallel(model) if wraps else model
+        drawn = [random_split(range(9), [5, 4])[0].indices]
+        for _ in range(2):
+            drawn += [model(torch.ones(1, 2)).tolist(), torch.rand(2).tolist(), numpy.random.rand(), random.random()]
+        return drawn
+
+
+def test_without_a_seed_no_generator_is_touched(pool):
+    (plain,) = pool.run(1, _draws_by_torch_alone, False)
+    assert pool.run(2, _draws_by_torch_alone, True) == [plain, plain]
+    assert pool.run(1, _draws_by_torch_alone, True) == [plain]
+
+
+def _order_after_late_seeding(world, seed):
+    world.leave()
+    with lockstep.join(timeout=30) as world:
+        torch.manual_seed(seed + world.rank)
+        loader = lockstep.shard(DataLoader(range(12), batch_size=4, shuffle=True))
+        return world.gather([part.tolist() for part in loader]), world.seed
+
+
+def test_the_seed_is_taken_when_it_is_first_needed(pool):
+    first, *others = runs = [pool.run(2, _order_after_late_seeding, seed) for seed in (7, 7, 8)]
+    assert first == others[0] and first[0] == first[1] and first[0][1] == 7
+    assert runs[2][0] != first[0]
+
+
+def _own_seeds(world):
+    world.leave()
+    with pytest.raises(lockstep.UsageError, match=r"different seeds by the workers: \[0, 1\]"):
+        lockstep.join(seed=int(os.environ["RANK"]), timeout=30)
+
+
+def test_workers_with_different_seeds_are_told(pool):
+    pool.run(2, _own_seeds)
 
 
 def _uses_a_left_world(world):

@@ -230,7 +230,7 @@ CASES = [
 def test_equals_nothing_split(pool, case):
     expected = pool.run(2, case, 0)[0]
     tolerance = 1e-6 if case is mixed else 1e-12
-    for zero in STAGES:
+    for zero in some([3], STAGES) if case is compiled else STAGES:
         for weights in pool.run(2, case, zero):
             assert difference(weights, expected) <= tolerance, zero
 
@@ -275,8 +275,8 @@ def weighed_in_half(world, zero):
     x = torch.linspace(1, 2, 7)[None] * (world.rank + 1)  # Its own gradient.
     lockstep.backward(model(x).sum(), weight=3 + 2 * world.rank)
     held = torch.zeros(7)
-    for _, own, offset in model.parts:
-        held[offset : offset + own.numel()] = own.grad
+    for part in model._engine.parts:
+        held[part.offset : part.offset + part.own.numel()] = part.own.grad
     return (world.sum(held) if world.size > 1 else held).tolist()
 
 

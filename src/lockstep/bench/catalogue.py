@@ -30,10 +30,6 @@ OURS = {
 """Kinds of Lockstep."""
 LIMITS = {
     "nocomm": "the bare module, each worker for itself: the limit",
-    "limit": "another name of nocomm",
-    "plain": "another name of nocomm",
-    "kept": "the same, and memory that a step frees is kept for the next one, as Lockstep has it",
-    "meeting": "the bare module, and each waits for the others before it updates: what anyone pays who is in step",
 }
 """Kinds that send no gradients."""
 PEERS = {

@@ -6,6 +6,7 @@ one call before that, in which the sum is checked too.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from torch import Tensor
 
 import lockstep
 from lockstep.bench import interleave, machine
-from lockstep.bench.interleave import Estimate, Measured
-from lockstep.bench.request import BACKENDS, ITEM_BYTES, Request
+from lockstep.bench.interleave import Estimate
+from lockstep.bench.request import BACKENDS, ITEM_BYTES, CommRequest
 from lockstep.comm import shm
-from lockstep.comm.backend import new_group
+from lockstep.comm.group import new_group
 from lockstep.comm.ring import Traffic, naive_all_reduce, ring_all_reduce
 
 OWN = "own"
@@ -30,14 +31,9 @@ MOST_REPEATS = 50
 """or as often as this."""
 WARMUP = 2
 
-Algorithm = Callable[[Tensor, dist.ProcessGroup], Traffic | None]
-"""Sums a tensor over a group in place; returns what this worker sent, if that is known."""
-Variant = tuple[str, str]
-"""Backend and algorithm."""
-
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CommRow:
     """What was found for one size, backend and algorithm."""
 
     num_bytes: int
@@ -56,45 +52,53 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class CommResults:
     """Everything that was measured."""
 
     machine: dict[str, str | int]
     """What it ran on."""
     rounds: dict[int, str]
     """By size: how many rounds count, and how busy the machine was with other things."""
-    rows: tuple[Row, ...]
+    rows: tuple[CommRow, ...]
 
     def as_json(self) -> str:
         """The same as text, for programs."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
 
-def run(request: Request) -> Results:
+def run(request: CommRequest) -> CommResults:
     """Start the workers and have them measure. Called on no worker."""
     return lockstep.launch(measure, request.workers, args=(request,))[0]
 
 
-def measure(request: Request) -> Results:
+def measure(request: CommRequest) -> CommResults:
     """What one worker does: every size in turn. Called on every worker."""
     world = lockstep.join(device="cpu", backend="gloo")
-    groups = _groups(world, request.backends or usable_backends())
+    assert world.group is not None
+    shm.register()
+    # A group for each backend: the world's own is for the barriers in between.
+    groups = {name: new_group(world.group, name, world.timeout) for name in request.backends or usable_backends()}
+    ways = {
+        (backend, name): functools.partial(algorithm, group=group)
+        for backend, group in groups.items()
+        for name, algorithm in ALGORITHMS.items()
+    }
     rounds, rows = {}, []
     for num_bytes in request.sizes:
-        sent = {
-            variant: _counted(world, algorithm, num_bytes, group) for variant, algorithm, group in _variants(groups)
-        }
+        sent = {way: _counted(world, reduce, num_bytes) for way, reduce in ways.items()}
         repeats = max(1, min(MOST_REPEATS, TURN_BYTES // num_bytes))
         tensor = torch.zeros(num_bytes // ITEM_BYTES)  # Stays zero, however often it is summed.
-        actions = {
-            _key(variant): _repeated(algorithm, tensor, group, repeats)
-            for variant, algorithm, group in _variants(groups)
-        }
+        actions = {" ".join(way): _repeated(reduce, tensor, repeats) for way, reduce in ways.items()}
         measured = interleave.measure(world, actions, rounds=request.rounds, warmup=WARMUP)
         rounds[num_bytes] = str(measured)
-        rows += [_row(world.size, num_bytes, variant, sent[variant], measured, repeats) for variant in sent]
+        for backend, name in ways:
+            times, key = measured.times, f"{backend} {name}"
+            seconds = interleave.spread(times[key])[1] / repeats
+            ratio = interleave.compare(times, interleave.ratio, key, f"{backend} {OWN}")
+            bandwidth = bus_bandwidth(world.size, num_bytes, seconds)
+            rows.append(CommRow(num_bytes, backend, name, seconds, sent[backend, name], bandwidth, ratio))
     facts = {**machine.describe(world), "backend": ", ".join(groups)}
-    return Results(facts, rounds, tuple(rows))
+    return CommResults(facts, rounds, tuple(rows))
 
 
 def usable_backends() -> tuple[str, ...]:
@@ -111,48 +115,25 @@ def _own(tensor: Tensor, group: dist.ProcessGroup) -> None:
     dist.all_reduce(tensor, group=group)
 
 
-ALGORITHMS: Mapping[str, Algorithm] = {"naive": naive_all_reduce, "ring": ring_all_reduce, OWN: _own}
+ALGORITHMS: Mapping[str, Callable[..., Traffic | None]] = {
+    "naive": naive_all_reduce,
+    "ring": ring_all_reduce,
+    OWN: _own,
+}
+"""What sums a tensor over a group in place, and returns what this worker sent, if that is known."""
 
 
-def _groups(world: lockstep.World, backends: tuple[str, ...]) -> dict[str, dist.ProcessGroup]:
-    """For each backend a group of its own: the world's is for the barriers in between."""
-    assert world.group is not None
-    shm.register()
-    return {name: new_group(world.group, name) for name in backends}
-
-
-def _variants(groups: Mapping[str, dist.ProcessGroup]) -> list[tuple[Variant, Algorithm, dist.ProcessGroup]]:
-    return [
-        ((backend, name), algorithm, group)
-        for backend, group in groups.items()
-        for name, algorithm in ALGORITHMS.items()
-    ]
-
-
-def _counted(world: lockstep.World, algorithm: Algorithm, num_bytes: int, group: dist.ProcessGroup) -> Traffic | None:
+def _counted(world: lockstep.World, reduce: Callable[[Tensor], Traffic | None], num_bytes: int) -> Traffic | None:
     """What a worker sends in one all-reduce: the most of all workers. Sees to it that the sum is right."""
     tensor = torch.ones(num_bytes // ITEM_BYTES)
-    sent = algorithm(tensor, group)
+    sent = reduce(tensor)
     assert tensor.eq(world.size).all(), f"worker {world.rank}: a wrong sum"
     return None if sent is None else max(world.gather(sent), key=lambda traffic: traffic.num_bytes)
 
 
-def _repeated(algorithm: Algorithm, tensor: Tensor, group: dist.ProcessGroup, repeats: int) -> interleave.Action:
+def _repeated(reduce: Callable[[Tensor], Traffic | None], tensor: Tensor, repeats: int) -> interleave.Action:
     def act(_number: int) -> None:
         for _ in range(repeats):
-            algorithm(tensor, group)
+            reduce(tensor)
 
     return act
-
-
-def _row(workers: int, num_bytes: int, variant: Variant, sent: Traffic | None, measured: Measured, repeats: int) -> Row:
-    backend, algorithm = variant
-    _, median, _ = interleave.spread(measured.times[_key(variant)])
-    seconds = median / repeats
-    ratio = interleave.compare(measured.times, interleave.ratio, _key(variant), _key((backend, OWN)))
-    bandwidth = bus_bandwidth(workers, num_bytes, seconds)
-    return Row(num_bytes, backend, algorithm, seconds, sent, bandwidth, ratio)
-
-
-def _key(variant: Variant) -> str:
-    return " ".join(variant)

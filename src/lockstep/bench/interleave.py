@@ -14,7 +14,7 @@ import functools
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ import lockstep
 QUIET = 0.05
 """The share of the cores that others may take in a round that counts."""
 
+WALL, BUSY, USED = "(wall)", "(busy)", "(used)"
 Action = Callable[[int], None]
 """Takes the number of the round."""
 Times = dict[str, np.ndarray]
@@ -61,21 +62,41 @@ class Estimate:
 
 def measure(world: lockstep.World, actions: Mapping[str, Action], *, rounds: int, warmup: int) -> Measured:
     """Time `actions` over `rounds` rounds, after `warmup` rounds that do not count. The same on all workers."""
-    shuffler = random.Random(0)
-    names = list(actions)
-    cores = set().union(*world.gather(os.sched_getaffinity(0)))
-    mine: dict[str, list[float]] = {name: [] for name in [*names, "used", "busy"]}
-    for number in range(warmup + rounds):
-        shuffler.shuffle(names)
-        used, busy = time.process_time(), busy_seconds(cores)
-        for name in names:
-            mine[name].append(timed(world, functools.partial(actions[name], number)))
-        mine["used"].append(time.process_time() - used)
-        mine["busy"].append(busy_seconds(cores) - busy)
-    everybody = [{name: values[warmup:] for name, values in theirs.items()} for theirs in world.gather(mine)]
+    cores = set().union(*world.gather_json(sorted(os.sched_getaffinity(0))))
+
+    def act(name: str, number: int) -> float:
+        return timed(world, functools.partial(actions[name], number))
+
+    mine = take_turns(list(actions), warmup + rounds, act, time.process_time, cores)
+    everybody = [{name: values[warmup:] for name, values in theirs.items()} for theirs in world.gather_json(mine)]
     times = {name: np.max([theirs[name] for theirs in everybody], axis=0) for name in actions}
-    others = everybody[0]["busy"] - np.sum([theirs["used"] for theirs in everybody], axis=0)
-    return counted(times, others / (len(cores) * sum(times.values())))
+    others = everybody[0][BUSY] - np.sum([theirs[USED] for theirs in everybody], axis=0)
+    return counted(times, others / (len(cores) * np.array(everybody[0][WALL])))
+
+
+def take_turns(
+    names: list[str],
+    rounds: int,
+    act: Callable[[str, int], float],
+    used_seconds: Callable[[], float],
+    cores: Collection[int],
+) -> dict[str, list[float]]:
+    """By name and round the seconds that `act(name, number of the round)` returned; the order is the same everywhere.
+
+    Of each round also: how long it took (WALL), how much of that `cores` worked for anybody (BUSY), and how much more
+    `used_seconds` says after it (USED).
+    """
+    shuffler = random.Random(0)
+    found: dict[str, list[float]] = {name: [] for name in [*names, WALL, BUSY, USED]}
+    for number in range(rounds):
+        shuffler.shuffle(names)
+        start, used, busy = time.perf_counter(), used_seconds(), busy_seconds(cores)
+        for name in names:
+            found[name].append(act(name, number))
+        found[WALL].append(time.perf_counter() - start)
+        found[BUSY].append(busy_seconds(cores) - busy)
+        found[USED].append(used_seconds() - used)
+    return found
 
 
 def counted(times: Times, disturbance: np.ndarray) -> Measured:
@@ -97,11 +118,6 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     """What to give `compare` for the ratio of two actions."""
     quotient: np.ndarray = numerator / denominator
     return quotient
-
-
-def as_times(seconds: Mapping[str, Sequence[float]]) -> Times:
-    """What `measure` found, if it went through plain lists."""
-    return {name: np.asarray(values) for name, values in seconds.items()}
 
 
 def spread(times: Sequence[float] | np.ndarray) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from lockstep.bench import catalogue
-from lockstep.bench.results import Results, Row
+from lockstep.bench.results import ContestResults, VariantRow
 
 WIDTH = 800
 LEFT = 140
@@ -27,7 +27,7 @@ text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,"Liberation Sans",sans-
 """.strip()
 
 
-def svg(contests: Sequence[Results]) -> str:
+def svg(contests: Sequence[ContestResults]) -> str:
     """One picture for all contests, one below the other; those in which nothing was compared are left out."""
     shown = [results for results in contests if results.bases]
     heights = [HEAD + ROW * len(results.rows) + FOOT for results in shown]
@@ -43,7 +43,7 @@ def svg(contests: Sequence[Results]) -> str:
     )
 
 
-def top_of(rows: Sequence[Row], base: str) -> float:
+def top_of(rows: Sequence[VariantRow], base: str) -> float:
     """Where the scale ends: a variant that takes far longer than most must not flatten the others."""
     medians = [row.ratios[base].median for row in rows]
     highest = max(row.ratios[base].high for row in rows)
@@ -63,7 +63,7 @@ def _steps() -> Iterator[float]:
         power *= 10
 
 
-def _panel(results: Results) -> Iterator[str]:
+def _panel(results: ContestResults) -> Iterator[str]:
     base, contest = results.bases[0], results.contest
     top = top_of(results.rows, base)
     bottom = HEAD + ROW * len(results.rows)
@@ -80,7 +80,7 @@ def _panel(results: Results) -> Iterator[str]:
     yield f'<line class="one" x1="{one:.1f}" x2="{one:.1f}" y1="{HEAD - 8}" y2="{bottom}"/>'
 
 
-def _bar(row: Row, base: str, y: int, top: float) -> Iterator[str]:
+def _bar(row: VariantRow, base: str, y: int, top: float) -> Iterator[str]:
     ratio, middle = row.ratios[base], y + ROW / 2 - 4
     end = _place(min(ratio.median, top), top)
     yield f'<text x="{LEFT - 8}" y="{middle + 4.5}" text-anchor="end">{escape(row.variant)}</text>'
@@ -105,7 +105,7 @@ def _kind(variant: str) -> str:
     return "ours" if catalogue.is_ours(variant) else "peer"
 
 
-def _description(contests: Sequence[Results]) -> str:
+def _description(contests: Sequence[ContestResults]) -> str:
     """The picture in words, for those who do not see it."""
     said = []
     for results in contests:

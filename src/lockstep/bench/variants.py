@@ -1,17 +1,55 @@
-"""Makes a variant by its name; a peer is imported when it is asked for, and not before."""
+"""The ways to train that are compared, made by their names in the catalogue: the limit, Lockstep, and its peers."""
 
-import importlib
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import lockstep
+from lockstep import wire
 from lockstep.bench import catalogue
 from lockstep.bench.catalogue import LIMITS, OURS
-from lockstep.bench.variant import Setting, Variant
+from lockstep.bench.models import Batch
 from lockstep.comm import shm
-from lockstep.comm.backend import new_group
+from lockstep.comm.group import new_group
+from lockstep.data.source import GlobalBatch, Shard
+
+LEARNING_RATE = 3e-4
+WIRES: dict[str, wire.Wire | wire.Auto] = {
+    "half": wire.Half("bf16"),
+    "int8": wire.Int8(),
+    "sign": wire.Sign(),
+    "topk": wire.TopK(0.01),
+    "lowrank": wire.LowRank(2),
+    "auto": wire.Auto(),
+    "auto-any": wire.Auto(budget=float("inf")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VariantSetting:
+    """What a variant is made of; made by `setting`."""
+
+    module: nn.Module
+    """Its own model, on its device."""
+    kind: str
+    """As in the catalogue."""
+    world: lockstep.World
+    group: dist.ProcessGroup | None
+    """What it is to communicate over; None for torch's default group."""
+    cap_mb: float | None
+    """Most MB of a bucket; None for what the kind does by itself."""
+    bf16: bool
+    """Whether the forward pass runs under bfloat16 autocast."""
+    batch: int
+    """Samples per worker and step."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return self.world.device
 
 
 def setting(
@@ -22,51 +60,116 @@ def setting(
     bf16: bool = False,
     batch: int = 1,
     own_backend: str | None = None,
-) -> Setting:
+) -> VariantSetting:
     """What the variant called `name` is to be made of. Called on every worker.
 
     module: a model of its own, which goes to the world's device.
-    own_backend: what Lockstep's kinds, and the meeting, communicate over where their name says nothing; None for the
-        world's group.
+    own_backend: what Lockstep's kinds communicate over where their name says nothing; None for the world's group.
     """
     spelled = catalogue.spelled(name)
-    backend = spelled.backend or (own_backend if spelled.kind in (*OURS, "meeting") else None)
-    return Setting(module.to(world.device), spelled.kind, world, _group(world, backend), spelled.cap_mb, bf16, batch)
+    backend = spelled.backend or (own_backend if spelled.kind in OURS else None)
+    group = None
+    if backend is not None and world.group is not None and world.size > 1:
+        shm.register()
+        group = new_group(world.group, backend, world.timeout)
+    return VariantSetting(module.to(world.device), spelled.kind, world, group, spelled.cap_mb, bf16, batch)
 
 
-def make(setting: Setting) -> Variant:
+class Variant:
+    """A model, wrapped in one of the ways, and its optimizer; peers with calls of their own override the phases.
+
+    Phases of a step: forward, backward, update.
+    """
+
+    def __init__(self, setting: VariantSetting, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = torch.zeros(())
+        self._autocast = torch.autocast(setting.device.type, torch.bfloat16, enabled=setting.bf16)
+
+    def step(self, batch: Batch) -> None:
+        """One full step: forward, backward, update."""
+        self.forward(batch)
+        self.backward()
+        self.update()
+
+    def forward(self, batch: Batch) -> None:
+        """Compute the loss."""
+        with self._autocast:
+            self.loss = self.model(*batch)
+
+    def backward(self) -> None:
+        """Compute the gradients."""
+        self.loss.backward()
+
+    def update(self) -> None:
+        """Move the weights by the gradients, and drop those."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> Tensor:
+        """All weights in one tensor on the host, to compare variants by."""
+        params = nn.utils.parameters_to_vector(self.model.parameters())
+        return params.detach().cpu()
+
+
+def make(setting: VariantSetting) -> Variant:
     """The variant. Called on every worker."""
-    return _maker(setting.kind)(setting)
+    kind = setting.kind
+    if kind in LIMITS:
+        return Variant(setting, setting.module, adamw(setting.module))
+    if kind.startswith("trainer"):
+        return TrainerVariant(setting)
+    if kind in OURS:
+        return _data_parallel(setting)
+    from lockstep.bench import frameworks  # Takes a second, in workers of all variants.
+
+    return frameworks.make(setting)
 
 
-def _group(world: lockstep.World, backend: str | None) -> dist.ProcessGroup | None:
-    """A group of its own for a variant that is to use another backend than the world."""
-    if backend is None or world.group is None or world.size == 1:
-        return None
-    shm.register()
-    return new_group(world.group, backend)
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of every variant: AdamW as one fused call."""
+    return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def _maker(kind: str) -> Callable[[Setting], Variant]:
-    if kind == "meeting":
-        place = ("ours", "Met")
-    elif kind == "kept":
-        place = ("ours", "kept")
-    elif kind in LIMITS:
-        place = ("ours", "nocomm")
-    elif kind.startswith("trainer"):
-        place = ("ours", "trained")
-    elif kind in OURS:
-        place = ("ours", "split" if kind.startswith("zero") else "replicated")
-    elif kind.startswith("deepspeed"):
-        place = ("peer_deepspeed", "driven")
-    else:
-        place = {
-            "fsdp2": ("peer_fsdp2", "sharded"),
-            "zero-redundancy": ("peer_ddp", "zero_redundancy"),
-            "accelerate": ("peer_accelerate", "accelerated"),
-            "fabric": ("peer_fabric", "woven"),
-        }.get(kind, ("peer_ddp", "replicated"))
-    module, function = place
-    maker: Callable[[Setting], Variant] = getattr(importlib.import_module(f"lockstep.bench.{module}"), function)
-    return maker
+def _data_parallel(setting: VariantSetting) -> Variant:
+    """lockstep.DataParallel with zero, or a wire, if the kind is one; and the optimizer, unless it is not told."""
+    optimizer = adamw(setting.module)
+    model = lockstep.DataParallel(
+        setting.module,
+        bucket_cap_mb=setting.cap_mb,
+        process_group=setting.group,
+        wire=WIRES.get(setting.kind),
+        optimizer=None if setting.kind == "untold" else optimizer,
+        zero=int(setting.kind[-1]) if setting.kind.startswith("zero") else 0,
+    )
+    return Variant(setting, model, optimizer)
+
+
+class TrainerVariant(Variant):
+    """A step of `lockstep.Trainer`: one shard on every worker."""
+
+    def __init__(self, setting: VariantSetting) -> None:
+        optimizer = adamw(setting.module)
+        self._world = setting.world
+        self._trainer = lockstep.Trainer(
+            setting.module,
+            optimizer,
+            self._loss_of,
+            shards=setting.world.size,
+            deterministic=False,  # As everybody else here.
+            cuda_graph=setting.kind == "trainer-graph",
+            world=setting.world,
+        )
+        super().__init__(setting, self._trainer.model, optimizer)
+
+    def _loss_of(self, model: nn.Module, shard: Any) -> Tensor:
+        with self._autocast:
+            loss: Tensor = model(*shard)
+        return loss
+
+    def step(self, batch: Batch) -> None:
+        """One full step."""
+        size = len(batch[0])
+        shard = Shard(self._world.rank, size, batch)
+        self.loss = self._trainer.step(GlobalBatch(0, 0, size * self._world.size, (shard,)))._loss

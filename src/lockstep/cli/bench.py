@@ -2,17 +2,15 @@
 
 import argparse
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
-from lockstep.cli import bench_step
+from lockstep import terminal
+from lockstep.bench import catalogue, request
 
 if TYPE_CHECKING:
-    from lockstep.bench.comm import Results, Row
-    from lockstep.bench.request import Request
-
-_INTERRUPTED = 130
-_UNREAD = 141
-"""The exit codes that a shell reports after Ctrl-C, and when nobody reads the output any more."""
+    from lockstep.bench.comm import CommResults, CommRow
+    from lockstep.bench.request import CommRequest
 
 _DESCRIPTION = """\
 Measure on this machine. What is compared takes turns in one run, in an order that is shuffled anew in every round,
@@ -33,6 +31,40 @@ all three: by messages, workers cannot send less on average. The ratio is the ti
 compared within rounds, with a 95 % interval.
 """
 
+_STEP_DESCRIPTION = """\
+Compare a step of training (forward, backward, update) on workers of this host's cores: Lockstep, torch's own ways, and
+those of Accelerate, Lightning Fabric and DeepSpeed where they are installed.
+
+Every variant has its own model and fused AdamW, starts from the same weights and takes the same batches. They take
+turns, step by step, in an order that is shuffled anew in every round: on the CPU each in workers of its own, with an
+untimed step before each timed one; on GPUs all in the same workers. A step lasts until the slowest worker is done.
+Printed are the median, the ratios to the limit (no communication) and to torch's DDP, compared
+within rounds, with 95 % intervals, and the memory of a worker. Who cannot run here is listed, with the reason.
+"""
+
+_GPU_DESCRIPTION = """\
+Compare a step of training (forward, backward, update) on GPUs: Lockstep, torch's own ways, and those of Accelerate,
+Lightning Fabric and DeepSpeed where they are installed; in bfloat16 autocast, with fused AdamW.
+
+Several workers may share one GPU. NCCL refuses that unless they say to be different hosts, so they do (each has its
+own NCCL_HOSTID), and then talk over loopback sockets: read such a run as a comparison of the variants, not as a speed
+of NCCL. With one worker, nocomm is the plain loop. Otherwise as `lockstep bench step`.
+"""
+
+_STEP_EXAMPLES = """\
+examples:
+  lockstep bench step                                             gpt-10m, 2 workers, all variants
+  lockstep bench step --workload mlp recommender --json out.json --plot out.svg
+  lockstep bench step -n 4 --workload gpt-40m --variants nocomm ddp/gloo lockstep zero3 fsdp2
+"""
+
+_GPU_EXAMPLES = """\
+examples:
+  lockstep bench gpu                                              gpt2-124m, one worker per GPU
+  lockstep bench gpu -n 2 --variants nocomm ddp ddp-bf16 lockstep half int8 zero3 fsdp2
+  lockstep bench gpu --workload gpt2-124m gpt2-350m --steps 60 --json out.json
+"""
+
 _COLUMNS = ("size", "backend", "algorithm", "time", "bytes sent", "messages", "bus GB/s", "time / own (95 % interval)")
 
 
@@ -45,81 +77,31 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
-    bench_step.add_step(benchmarks)
-    bench_step.add_gpu(benchmarks)
-    _add_comm(benchmarks)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure and print; returns 1 if a worker failed, or nothing could be measured."""
-    from lockstep.errors import WorkerFailed, WorkerLost
-
-    try:
-        return _run_comm(args) if args.benchmark == "comm" else bench_step.run(args)
-    except KeyboardInterrupt:
-        print("\nlockstep bench: interrupted; no worker is left.", file=sys.stderr)
-        return _INTERRUPTED
-    except BrokenPipeError:
-        sys.stdout = None  # Or Python tries to write what is left, and complains.
-        return _UNREAD
-    except (WorkerLost, WorkerFailed) as error:
-        print(f"\nlockstep bench: {error}", file=sys.stderr)
-        return 1
-
-
-def _run_comm(args: argparse.Namespace) -> int:
-    from lockstep.bench import request
-
-    asked = request.checked(args.workers, args.sizes, args.backends, args.rounds)
-    target = None if args.json is None else request.writable(args.json)
-    print(opening(asked), end="\n\n", flush=True)
-    from lockstep.bench import comm  # Takes seconds, since torch comes with it.
-
-    results = comm.run(asked)
-    if target is not None:
-        target.write_text(results.as_json())
-    print("\n".join([*table(results.rows), "", *closing(results)]))
-    return 0
-
-
-def opening(asked: "Request") -> str:
-    """What is said before the workers start."""
-    return (
-        f"Summing float32 tensors of {', '.join(map(size_text, asked.sizes))} over {asked.workers} workers of this "
-        f"host. Rounds: {asked.rounds}."
+    _add_contest(
+        benchmarks.add_parser(
+            "step",
+            help="a step of Lockstep against torch DDP, FSDP2, DeepSpeed and others, on CPU workers",
+            description=_STEP_DESCRIPTION + _listed(on_gpu=False),
+            epilog=_STEP_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        ),
+        "number of workers (default: 2)",
+        "gpt-10m",
+        30,
     )
-
-
-def table(rows: "tuple[Row, ...]") -> list[str]:
-    """A line of column names, then one per row; a blank one between sizes."""
-    lines = [_line(_COLUMNS)]
-    for before, row in zip((None, *rows), rows, strict=False):
-        if before is not None and before.num_bytes != row.num_bytes:
-            lines.append("")
-        lines.append(_line(_cells(row)))
-    return lines
-
-
-def closing(results: "Results") -> list[str]:
-    """What the numbers rest on."""
-    counted = [f"{size_text(num_bytes)}: {text}" for num_bytes, text in results.rounds.items()]
-    return [*counted, ", ".join(f"{name}: {fact}" for name, fact in results.machine.items())]
-
-
-def size_text(num_bytes: int) -> str:
-    """As on the command line: 64K, 16M."""
-    for unit, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
-        if num_bytes % unit == 0:
-            return f"{num_bytes // unit}{letter}"
-    return str(num_bytes)
-
-
-def time_text(seconds: float) -> str:
-    """In the unit in which it has one to three digits before the point."""
-    for unit, letters in ((1, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.2f} {letters}"
-    return f"{seconds * 1e6:.1f} us"
+    _add_contest(
+        benchmarks.add_parser(
+            "gpu",
+            help="the same on CUDA, with one or several workers on a GPU",
+            description=_GPU_DESCRIPTION + _listed(on_gpu=True),
+            epilog=_GPU_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        ),
+        "number of workers; they may share a GPU (default: one per GPU)",
+        "gpt2-124m",
+        40,
+    )
+    _add_comm(benchmarks)
 
 
 def _add_comm(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -150,7 +132,138 @@ def _add_comm(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--json", metavar="FILE", help="write the results there too, as JSON")
 
 
-def _cells(row: "Row") -> tuple[str, ...]:
+def _listed(*, on_gpu: bool) -> str:
+    """Workloads and variants, a line each."""
+    lines = ["", "workloads:"]
+    lines += [f"  {name:17}{catalogue.WORKLOADS[name].about}" for name in catalogue.workloads(on_gpu=on_gpu)]
+    lines += ["", "variants:"]
+    lines += [f"  {name:17}{about}" for name, about in catalogue.KINDS.items()]
+    lines += [f"  @MB, as in ddp@4: the size of a bucket ({', '.join(catalogue.BUCKETED)})"]
+    if not on_gpu:
+        lines += [f"  /gloo or /shm: what it runs over ({', '.join(catalogue.MOVABLE)});"]
+        lines += ["  if not said, Lockstep runs over shm and all others over gloo"]
+    usual = textwrap.wrap(f"by default: {', '.join(catalogue.ON_GPU if on_gpu else catalogue.ON_CPU)}", 108)
+    return "\n".join([*lines, *(f"  {line}" for line in usual)]) + "\n"
+
+
+def _add_contest(parser: argparse.ArgumentParser, workers: str, workload: str, steps: int) -> None:
+    parser.add_argument("-n", "--workers", type=int, metavar="N", help=workers)
+    parser.add_argument(
+        "--workload",
+        nargs="+",
+        default=[workload],
+        metavar="NAME",
+        help=f"what to train, one after the other (default: {workload})",
+    )
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="who takes part (default: see above)")
+    parser.add_argument(
+        "--steps", type=int, default=steps, metavar="K", help="timed steps of each variant (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=3, metavar="K", help="steps before those, not timed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--crews",
+        type=int,
+        default=1,
+        metavar="K",
+        help="start all workers anew K times, each for so many steps: how fast a process is differs by a few percent "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--batch", type=int, metavar="B", help="samples per worker and step (default: the workload's)")
+    parser.add_argument("--json", metavar="FILE", help="write everything there too: all times, the machine, versions")
+    parser.add_argument("--plot", metavar="FILE", help="draw the ratios there, as SVG")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; returns 1 if nothing could be measured."""
+    return _run_comm(args) if args.benchmark == "comm" else _run_step(args)
+
+
+def _run_step(args: argparse.Namespace) -> int:
+    device = "cuda" if args.benchmark == "gpu" else "cpu"
+    asked = request.checked_contests(
+        device, args.workers, args.workload, args.variants, args.steps, args.warmup, args.batch, args.crews
+    )
+    files = {option: getattr(args, option) for option in ("json", "plot")}
+    targets = {option: request.writable(path, f"--{option}") for option, path in files.items() if path is not None}
+    from lockstep.bench import plot, results, step  # Takes seconds, since torch comes with it.
+
+    line = terminal.ProgressLine(sys.stderr)
+
+    def progress(done: int, total: int, what: str) -> None:
+        if line.is_live:
+            line.show(done, total, [what])
+
+    found = []
+    for each in asked:
+        try:
+            found.append(step.run(each, lambda what: line.write(f"lockstep bench: {what}"), progress))
+        finally:
+            line.erase()
+        print("\n".join(["", *results.lines(found[-1]), ""]), flush=True)
+        # After each: what was measured is kept if a later one is interrupted.
+        if "json" in targets:
+            targets["json"].write_text(results.as_json(found))
+        if "plot" in targets:
+            targets["plot"].write_text(plot.svg(found))
+    return 0 if all(each.rows for each in found) else 1
+
+
+def _run_comm(args: argparse.Namespace) -> int:
+    asked = request.checked_comm(args.workers, args.sizes, args.backends, args.rounds)
+    target = None if args.json is None else request.writable(args.json)
+    print(opening(asked), end="\n\n", flush=True)
+    from lockstep.bench import comm  # Takes seconds, since torch comes with it.
+
+    results = comm.run(asked)
+    if target is not None:
+        target.write_text(results.as_json())
+    print("\n".join([*table(results.rows), "", *closing(results)]))
+    return 0
+
+
+def opening(asked: "CommRequest") -> str:
+    """What is said before the workers start."""
+    return (
+        f"Summing float32 tensors of {', '.join(map(size_text, asked.sizes))} over {asked.workers} workers of this "
+        f"host. Rounds: {asked.rounds}."
+    )
+
+
+def table(rows: "tuple[CommRow, ...]") -> list[str]:
+    """A line of column names, then one per row; a blank one between sizes."""
+    cells: list[tuple[str, ...]] = []
+    for before, row in zip((None, *rows), rows, strict=False):
+        if before is not None and before.num_bytes != row.num_bytes:
+            cells.append(())
+        cells.append(_cells(row))
+    return terminal.table(_COLUMNS, cells, text=(1, 2))
+
+
+def closing(results: "CommResults") -> list[str]:
+    """What the numbers rest on."""
+    counted = [f"{size_text(num_bytes)}: {text}" for num_bytes, text in results.rounds.items()]
+    return [*counted, ", ".join(f"{name}: {fact}" for name, fact in results.machine.items())]
+
+
+def size_text(num_bytes: int) -> str:
+    """As on the command line: 64K, 16M."""
+    for unit, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
+        if num_bytes % unit == 0:
+            return f"{num_bytes // unit}{letter}"
+    return str(num_bytes)
+
+
+def time_text(seconds: float) -> str:
+    """In the unit in which it has one to three digits before the point."""
+    for unit, letters in ((1, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.2f} {letters}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _cells(row: "CommRow") -> tuple[str, ...]:
     sent, ratio = row.sent, row.ratio
     return (
         size_text(row.num_bytes),
@@ -162,10 +275,3 @@ def _cells(row: "Row") -> tuple[str, ...]:
         f"{row.bus_bandwidth:.3f}",
         f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
     )
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    size, backend, algorithm, time, num_bytes, messages, bandwidth, ratio = cells
-    return (
-        f"{size:>6}  {backend:<8}{algorithm:<10}{time:>11}{num_bytes:>13}{messages:>10}{bandwidth:>10}{ratio:>28}"
-    ).rstrip()

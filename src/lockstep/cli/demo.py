@@ -5,12 +5,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lockstep.demo.findings import Findings
-    from lockstep.demo.recipe import Recipe
-
-_INTERRUPTED = 130
-_UNREAD = 141
-"""The exit codes that a shell reports after Ctrl-C, and when nobody reads the output any more."""
+    from lockstep.demo.examiner import Findings
+    from lockstep.demo.gpt import Recipe
 
 _PRINTABLE = {chr(byte) for byte in range(32, 127)} | {"\n"}
 
@@ -61,26 +57,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Train, and say what was checked; returns 1 if a check failed."""
     import lockstep
-    from lockstep.demo import corpus, recipe
-    from lockstep.demo.training import train
+    from lockstep.demo import gpt, train_gpt
     from lockstep.start import host
 
     workers = host.num_workers(args.workers)
-    batch = recipe.default_batch(workers) if args.batch is None else args.batch
-    chosen = recipe.Recipe(args.model, args.steps, batch, args.seed)
-    num_bytes = len(corpus.read(corpus.folder()))
-    try:
-        print(opening(chosen, workers, num_bytes), end="\n\n", flush=True)
-        findings = lockstep.launch(train, workers, args=(chosen,))[0]
-    except KeyboardInterrupt:
-        print("\nlockstep demo: interrupted; no worker is left.", file=sys.stderr)
-        return _INTERRUPTED
-    except BrokenPipeError:
-        sys.stdout = None  # Or Python tries to write what is left, and complains.
-        return _UNREAD
-    except (lockstep.WorkerLost, lockstep.WorkerFailed) as error:
-        print(f"\nlockstep demo: {error}", file=sys.stderr)
-        return 1
+    batch = gpt.default_batch(workers) if args.batch is None else args.batch
+    chosen = gpt.Recipe(args.model, args.steps, batch, args.seed)
+    num_bytes = len(train_gpt.read_corpus(train_gpt.corpus_folder()))
+    print(opening(chosen, workers, num_bytes), end="\n\n", flush=True)
+    findings = lockstep.launch(train_gpt.train, workers, args=(chosen,))[0]
     assert findings is not None
     print("\n" + "\n".join([*checked(findings), "", *measured(findings), "", *written(findings.sample)]), end="\n\n")
     if not findings.is_as_promised:
@@ -130,7 +115,7 @@ def _replicas(findings: "Findings") -> str:
 
 
 def _exactness(findings: "Findings") -> str:
-    from lockstep.demo.findings import TOLERANCE
+    from lockstep.demo.examiner import TOLERANCE
 
     parity = findings.parity
     return _statement(

@@ -12,13 +12,16 @@ from types import ModuleType
 from typing import NoReturn
 
 from lockstep import __version__
-from lockstep.errors import LaunchError, UsageError
+from lockstep.errors import LaunchError, UsageError, WorkerFailed, WorkerLost
 
-COMMANDS = ("demo", "run", "verify", "bench", "report")
+COMMANDS = ("demo", "run", "resize", "verify", "bench", "report")
 """Names of the modules, in the order in which `lockstep --help` lists them."""
 
 USAGE_ERROR = 2
 """The exit code for a command line, or a request, that cannot be right; argparse has the same."""
+INTERRUPTED = 130
+UNREAD = 141
+"""The exit codes that a shell reports after Ctrl-C, and when nobody reads the output any more."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,6 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LaunchError, UsageError) as error:
         print(f"lockstep {args.command}: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(f"\nlockstep {args.command}: interrupted; no worker is left.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stdout = None  # Or Python tries to write what is left, and complains.
+        return UNREAD
+    except (WorkerLost, WorkerFailed) as error:
+        print(f"\nlockstep {args.command}: {error}", file=sys.stderr)
+        return 1
     return status
 
 

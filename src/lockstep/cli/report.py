@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lockstep.watching.report import Report
+    from lockstep.watching.run_report import RunReport
 
 _DESCRIPTION = """\
 Make a page of the folder that a watched run wrote: who holds the others up, where each worker's time goes, the timeline
@@ -42,27 +42,27 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and the trace, and say the verdict."""
-    from lockstep.watching import trace
     from lockstep.watching.page import page
-    from lockstep.watching.report import report
     from lockstep.watching.run_folder import RunFolder
+    from lockstep.watching.run_report import read_report
+    from lockstep.watching.timelines import write_trace
 
     folder = RunFolder(args.folder)
-    found = report(folder)
+    found = read_report(folder)
     target = args.output or args.folder / "report.html"
     _write(target, "--output", lambda path: path.write_text(page(found), encoding="utf-8"))
     detail = args.trace or args.folder / "trace.json"
-    _write(detail, "--trace", lambda path: trace.write(path, folder, found))
+    _write(detail, "--trace", lambda path: write_trace(path, folder, found))
     print("\n".join([*summary(found), f"page:  {target}", f"trace: {detail} (open it in https://ui.perfetto.dev)"]))
     if args.open:
         webbrowser.open(target.resolve().as_uri())
     return 0
 
 
-def summary(found: "Report") -> list[str]:
+def summary(found: "RunReport") -> list[str]:
     """The run in a few lines: what it was, how fast, and the verdict."""
-    from lockstep.watching.page_words import counted, number, percent
-    from lockstep.watching.report_verdict import verdict
+    from lockstep.watching.number_format import counted, number, percent
+    from lockstep.watching.run_report import verdict
 
     run, said = found.run, verdict(found)
     speed = [

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.shm import allocate_common as allocate_common
 from lockstep.comm.shm.group import ShmGroup
 
 LINE_BYTES = 64
@@ -29,10 +29,10 @@ class Request:
         return -(-self.numel * self.dtype.itemsize // LINE_BYTES) * LINE_BYTES
 
 
-class Memory(Protocol):
-    """Gives a group its flat buffers."""
+class Memory:
+    """Gives a group its flat buffers: here any memory, for backends that take any."""
 
-    num_turns: int
+    num_turns = 0
     """After how many buffers the same memory comes again, the last buffer aside; 0 if each has its own."""
 
     def lay_out(self, requests: Sequence[Request]) -> list[Tensor]:
@@ -40,36 +40,26 @@ class Memory(Protocol):
 
         Every worker of the group calls this with the same requests.
         """
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the next `lay_out` may overwrite `tensor`."""
-
-
-class OrdinaryMemory:
-    """For backends that take any memory."""
-
-    num_turns = 0
-
-    def lay_out(self, requests: Sequence[Request]) -> list[Tensor]:
-        """See Memory."""
         return [torch.zeros(each.numel, dtype=each.dtype, device=each.device) for each in requests]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Never: every buffer is its own, and lives as long as a tensor over it."""
+        """Whether the next `lay_out` may overwrite `tensor`."""
         return False
 
 
-class SharedMemory:
+class SharedMemory(Memory):
     """One stretch of shared memory, laid out anew each time, so that a new layout costs no new memory.
 
     One that has become twice as large as is needed is given back for a smaller one.
     """
 
-    num_turns = 0
-
     def __init__(self, group: ShmGroup) -> None:
         self._group = group
         self._arena: Tensor | None = None
+
+    def __del__(self) -> None:
+        if self._arena is not None:  # The group may be used by others after this.
+            self._group.release(self._arena)
 
     def lay_out(self, requests: Sequence[Request]) -> list[Tensor]:
         """See Memory."""
@@ -96,7 +86,7 @@ class SharedMemory:
         return self._arena
 
 
-class TurnsMemory:
+class TurnsMemory(Memory):
     """A few stretches of memory that many buffers use in turn; the last buffer has its own."""
 
     num_turns = 2
@@ -125,4 +115,4 @@ def memory_of(group: dist.ProcessGroup, device: torch.device) -> Memory:
     """What gives `group` its flat buffers on `device`."""
     if isinstance(group, ShmGroup) and device.type == "cpu":
         return SharedMemory(group)
-    return OrdinaryMemory()
+    return Memory()

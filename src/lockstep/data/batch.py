@@ -1,6 +1,5 @@
-"""What can be done to a batch without knowing what it is: make it empty, cut it, move it to a device."""
+"""What can be done to a batch without knowing what it is: cut it, move it to a device."""
 
-from numbers import Number
 from typing import Any
 
 import numpy
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data import tree
-from lockstep.data.cut import Part
+from lockstep.data.order import Part
 from lockstep.errors import UsageError
 
 
@@ -30,55 +29,6 @@ def own(batch: Any) -> Any:
         return batch.clone() if batch._is_view() else batch
     held = tree.children(batch)
     return batch if held is None else tree.rebuild(batch, [own(child) for child in held])
-
-
-# --- A batch of no samples ---
-
-
-def empty(one: Any, two: Any) -> Any:
-    """A batch of no samples, told from batches of `one` and of `two` copies of the same sample.
-
-    Whatever is longer in `two` has the samples along it, be it a dimension of a tensor or a list, and becomes
-    empty. A number that differs counts something, and becomes 0. The rest stays as it is in `one`.
-    """
-    if _is_array(one) and _is_array(two):
-        return _empty_array(one, two)
-    held, held_by_two = tree.children(one), tree.children(two)
-    if held is None or held_by_two is None:
-        return _empty_leaf(one, two)
-    if len(held) == len(held_by_two):
-        return tree.rebuild(one, [empty(*pair) for pair in zip(held, held_by_two, strict=True)])
-    if tree.is_plain_sequence(one):
-        return one[:0]
-    raise _no_empty(one)
-
-
-def _empty_array(one: Any, two: Any) -> Any:
-    if one.ndim != two.ndim:
-        raise _no_empty(one)
-    if one.ndim == 0 and bool(one != two):
-        return torch.zeros_like(one) if isinstance(one, Tensor) else numpy.zeros_like(one)
-    grew = [few != many for few, many in zip(one.shape, two.shape, strict=True)]
-    return one[tuple(slice(0, 0) if along else slice(None) for along in grew)]
-
-
-def _empty_leaf(one: Any, two: Any) -> Any:
-    if isinstance(one, Number):
-        return one if one == two else type(one)(0)  # type: ignore[call-arg]
-    if hasattr(one, "__len__") and hasattr(two, "__len__"):
-        return one if len(one) == len(two) else one[:0]
-    if one is two or one == two:
-        return one
-    raise _no_empty(one)
-
-
-def _no_empty(found: Any) -> UsageError:
-    name = type(found).__name__
-    return UsageError(
-        "this worker's part of a batch with fewer samples than there are workers is empty, and Lockstep does "
-        f"not know what an empty {name} is. Let collate_fn return tensors, lists, dicts or dataclasses; or "
-        f"give {name} a __len__ and a __getitem__ that takes slices; or leave out small batches (drop_last)."
-    )
 
 
 # --- A batch that the data set made itself ---

@@ -1,11 +1,12 @@
-"""The global batches of an epoch: the user's samplers, walked alike by all workers, who need not talk."""
+"""The global batches of an epoch, and which part of each is this worker's.
 
-from collections.abc import Iterable, Iterator
+Both are functions of the seed and the epoch, the same on every worker, so that workers need not talk.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
-import torch
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
@@ -14,12 +15,58 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data.cut import Place
-from lockstep.data.generators import Generators
-from lockstep.seeds import derive
+from lockstep.seeds import Generators, derive
 
 _DRAW_FROM_TORCH_ONLY = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _END = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One worker's part of a global batch: the samples from `start` to before `stop`."""
+
+    start: int
+    stop: int
+    total: int
+    """How many samples the global batch has."""
+
+    @property
+    def size(self) -> int:
+        """How many samples the part has; may be 0."""
+        return self.stop - self.start
+
+    def of(self, samples: Sequence[Any]) -> Any:
+        """The part's samples out of the `total` in `samples`, as a slice of `samples`."""
+        return samples[self.start : self.stop]
+
+    def or_first(self) -> "Part":
+        """This part; where it has no sample, the first one of the global batch, which stands in."""
+        return self if self.size else Part(0, min(1, self.total), self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderPlace:
+    """A worker's place in the world, as plain numbers that can travel into loader processes."""
+
+    rank: int
+    size: int
+    seed: int
+    """The seed that all workers agreed on."""
+
+    def part(self, total: int) -> Part:
+        """This worker's part of a global batch of `total` samples."""
+        return cut(total, self.size, self.rank)
+
+
+def cut(total: int, size: int, rank: int) -> Part:
+    """Part number `rank` of `total` samples cut into `size` runs that differ by at most one sample.
+
+    The first `total % size` workers get the one more. Runs, and not every `size`-th sample: put one after
+    another in order of rank, the parts are the global batch again.
+    """
+    least, more = divmod(total, size)
+    start = rank * least + min(rank, more)
+    return Part(start, start + least + (rank < more), total)
 
 
 class Order:
@@ -55,35 +102,6 @@ class Order:
                 num_skipped -= 1
             else:
                 yield item
-
-
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """What one worker fetches of one global batch."""
-
-    indices: Any
-    """Where this worker's samples are in the data set: a slice of what the batch sampler yielded."""
-    spare: Any
-    """The first sample of the global batch, as a slice too: an empty part is shaped after it."""
-    total: int
-    """How many samples the global batch has."""
-
-
-class Picks:
-    """This worker's pick of every global batch of an order."""
-
-    def __init__(self, order: Order, place: Place) -> None:
-        self._order = order
-        self._place = place
-
-    def __iter__(self) -> Iterator[Pick]:
-        return map(self._pick, self._order)
-
-    def _pick(self, batch: Iterable[Any]) -> Pick:
-        can_be_cut = isinstance(batch, list | tuple | range | torch.Tensor | numpy.ndarray)
-        indices: Any = batch if can_be_cut else list(batch)
-        part = self._place.part(len(indices))
-        return Pick(part.of(indices), indices[:1], part.total)
 
 
 def _draws_from_torch_only(sampler: Iterable[Any]) -> bool:

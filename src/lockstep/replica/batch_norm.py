@@ -4,22 +4,26 @@ Forward: each worker computes count, mean and squared deviation of its part; all
 formula, which loses no digits where sums of squares would. Backward: the two per-channel sums that the formula
 needs are added over the workers *by weight*, since each worker's gradient will be multiplied by its weight only
 later, on its way into the bucket. With that, uneven parts give the gradients of plain batch norm on the whole batch.
-An empty part takes part with a count of zero.
+A stand-in takes part with a count of zero.
 """
 
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.comm.shm.work import waited_for
 from lockstep.errors import UsageError
+from lockstep.replica.collectives import finish
 from lockstep.weight import Weight, in_force
 from lockstep.world import World, join
 
+DOING = "normalising a batch over all workers"
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+
+class SyncBatchNorm(_BatchNorm):
     """Batch normalisation whose statistics are those of the global batch; takes BatchNorm1d, 2d and 3d's place.
 
     `SyncBatchNorm.convert(net)` puts it in place of every batch norm of a network. On one worker, and in evaluation,
@@ -42,18 +46,40 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """`module` with every batch norm in it replaced; parameters and buffers stay the same objects."""
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
+        """`module` with every batch norm in it replaced; parameters and buffers stay the same objects.
+
+        What a subclass of torch's batch norms adds stays, unless it has a forward pass of its own (as timm's
+        BatchNormAct2d, which applies an activation): that raises UsageError before anything is replaced.
+        """
+        plain = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        for name, part in module.named_modules():
+            normalises_only = type(part).forward in plain and "forward" not in vars(part)
+            if isinstance(part, _BatchNorm) and not isinstance(part, cls) and not normalises_only:
+                raise UsageError(
+                    f"{name or 'the module'!r} is a {type(part).__qualname__}, a batch norm with a forward pass of its "
+                    "own, which SyncBatchNorm would drop. Build the model with torch.nn.BatchNorm2d and what that adds "
+                    "after it, or let the class inherit from lockstep.SyncBatchNorm and call super().forward."
+                )
+        return cls._converted(module, process_group)
+
+    @classmethod
+    def _converted(cls, module: nn.Module, process_group: dist.ProcessGroup | None) -> nn.Module:
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             return cls._in_place_of(module, process_group)
         for name, child in module.named_children():
-            setattr(module, name, cls.convert(child, process_group))
+            setattr(module, name, cls._converted(child, process_group))
         return module
 
     convert_sync_batchnorm = convert
     """torch's name for it."""
 
     @classmethod
-    def _in_place_of(cls, old: nn.modules.batchnorm._BatchNorm, group: dist.ProcessGroup | None) -> "SyncBatchNorm":
+    def _in_place_of(cls, old: _BatchNorm, group: dist.ProcessGroup | None) -> "SyncBatchNorm":
+        if not type(old).__module__.startswith("torch."):
+            kind: Any = type(f"Sync{type(old).__name__}", (cls, type(old)), {})
+            new = kind.__new__(kind)
+            new.__dict__.update(old.__dict__, process_group=group)
+            return cast(SyncBatchNorm, new)
         new = cls(
             old.num_features,
             old.eps,
@@ -111,11 +137,13 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, var, total = _global_statistics(x, world)
+        batch_weight = world.hand_outs.in_use
+        is_counted = batch_weight is None or not batch_weight.is_stand_in
+        mean, var, total = _global_statistics(x, world, is_counted=is_counted)
         ctx.save_for_backward(x, weight, mean, var, total)
         ctx.eps = eps
         ctx.world = world
-        ctx.weight_at_forward = world.weight
+        ctx.weight_at_forward = batch_weight
         # Parameters in the statistics' dtype: that is the mix which torch's kernels know for half inputs.
         weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
         output = torch.empty_like(x)
@@ -139,7 +167,9 @@ class _Normalize(torch.autograd.Function):
             )
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_bias.to(mean.dtype), grad_weight.to(mean.dtype)])
-            sum_dy, sum_dy_xhat = _sum_by_weight(sums, world, in_force(world.weight, ctx.weight_at_forward))
+            sum_dy, sum_dy_xhat = _sum_by_weight(
+                sums, world, in_force(world.accumulation.in_force, ctx.weight_at_forward)
+            )
             inv_std = torch.rsqrt(var + ctx.eps)
             slope = inv_std if weight is None else weight * inv_std
             deviation = x - _along_channels(mean.to(x.dtype), x)
@@ -159,20 +189,21 @@ def _along_channels(per_channel: Tensor, x: Tensor) -> Tensor:
     return per_channel.view(1, -1, *([1] * (x.dim() - 2)))
 
 
-def _global_statistics(x: Tensor, world: World) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count per channel over all workers, the same bits on each of them."""
+def _global_statistics(x: Tensor, world: World, *, is_counted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count per channel over all workers, the same bits on each of them.
+
+    is_counted: False on a worker whose batch is a stand-in, which takes part with a count of zero.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     channels = x.shape[1]
-    count = x.numel() // channels if channels else 0
+    count = x.numel() // channels if channels and is_counted else 0
     mine = torch.zeros(2 * channels + 1, dtype=dtype, device=x.device)
     if count:
         dims = [d for d in range(x.dim()) if d != 1]
         var, mean = torch.var_mean(x.to(dtype), dim=dims, correction=0)
         mine[:channels], mine[channels:-1], mine[-1] = mean, var * count, count
     everyone = [torch.empty_like(mine) for _ in range(world.size)]
-    with waited_for():
-        work = dist.all_gather(everyone, mine, group=world.group, async_op=True)
-    _finish(work, world, mine)
+    finish(partial(dist.all_gather, everyone, mine, group=world.group, async_op=True), world, mine.device, DOING)
     rows = torch.stack(everyone)
     means, deviations, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = counts.sum()
@@ -189,17 +220,8 @@ def _global_statistics(x: Tensor, world: World) -> tuple[Tensor, Tensor, Tensor]
 def _sum_by_weight(sums: Tensor, world: World, weight: Weight | None) -> Tensor:
     """The workers' sums, each times its weight, in units of this worker's own weight."""
     factor = 1.0 if weight is None else weight.value
-    weighted = sums * factor
-    with waited_for():
-        work = dist.all_reduce(weighted, group=world.group, async_op=True)
-    _finish(work, world, weighted)
+    weighted = torch.zeros_like(sums) if isinstance(factor, float | int) and not factor else sums * factor
+    finish(partial(dist.all_reduce, weighted, group=world.group, async_op=True), world, weighted.device, DOING)
     if isinstance(factor, Tensor):
         return weighted / torch.where(factor == 0, torch.ones_like(factor), factor)
     return weighted / factor if factor else weighted
-
-
-def _finish(work: dist.Work | None, world: World, tensor: Tensor) -> None:
-    if tensor.device.type == "cpu":
-        world.wait(work, "normalising a batch over all workers")
-    elif work is not None:
-        work.wait()

@@ -23,30 +23,31 @@ class Buffers:
 
     def __init__(self, world: World, owners: Sequence[tuple[nn.Module, str]]) -> None:
         self._world = world
-        self._owners = owners
+        self.owners = owners
+        """Where each buffer lives: its module, and its name there."""
         self._seen: list[_Seen] = []
         self.see()
 
     def see(self) -> None:
         """Take the buffers as they are now for equal on all workers."""
-        self._seen = [_Seen(self._buffer(number)) for number in range(len(self._owners))]
+        self._seen = [_Seen(self._buffer(number)) for number in range(len(self.owners))]
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self.owners)
 
     def changed(self) -> list[int]:
         """Numbers of the buffers that may differ from what they were when last equal."""
         return [number for number, seen in enumerate(self._seen) if seen.differs_from(self._buffer(number))]
 
     def sync(self, numbers: Sequence[int], source: int, group: dist.ProcessGroup) -> None:
-        """Give the buffers `numbers` the values they have on worker `source`."""
+        """Give the buffers `numbers`, which some worker changed, the values they have on worker `source`."""
         with torch.no_grad():
             broadcast([self._buffer(number) for number in numbers], self._world, source, group)
         for number in numbers:
             self._seen[number] = _Seen(self._buffer(number))
 
     def _buffer(self, number: int) -> Tensor:
-        owner, name = self._owners[number]
+        owner, name = self.owners[number]
         buffer = owner._buffers[name]
         assert buffer is not None
         return buffer

@@ -1,6 +1,7 @@
 """The wrapper that ties it together: takes the place of torch's DistributedDataParallel."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -8,24 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep import seeds
 from lockstep.data import batch as batches
+from lockstep.data import tree
 from lockstep.errors import UsageError
 from lockstep.events import Kind
-from lockstep.replica import lone_pass, wrapping
-from lockstep.replica.assembly import Asked, assemble
-from lockstep.replica.coded import Coded
-from lockstep.replica.companion import Companion
-from lockstep.replica.ddp_precision import DDPPrecision, reduce_in
-from lockstep.replica.hook import CommHook
-from lockstep.replica.moments import QuietPass, num_samples
-from lockstep.replica.pass_edges import call_at_begin
-from lockstep.replica.precision import Precision, cast
+from lockstep.replica import agreement
+from lockstep.replica.autograd_hooks import PassEvents, Untraced, call_at_begin, drop_gradient
+from lockstep.replica.batch_norm import SyncBatchNorm
+from lockstep.replica.engine import Engine, StepShards, StrategyTensors
+from lockstep.replica.optimizer import IdleOptimizers
+from lockstep.replica.precision import DDPPrecision, Precision, cast, reduce_in
 from lockstep.replica.reducer import Reducer
-from lockstep.replica.shards import Shards
-from lockstep.replica.uneven import Uneven, require_lone_forward
-from lockstep.replica.untraced import Untraced
+from lockstep.replica.step_state import JoinMode
+from lockstep.replica.wrapping import WrapOptions, input_device, world_of
+from lockstep.weight import Weight
 from lockstep.wire import Auto, Wire
+from lockstep.wire.reduction import WireReduction
 
 
 class DataParallel(nn.Module):
@@ -37,8 +36,9 @@ class DataParallel(nn.Module):
 
     Takes every argument of torch's DistributedDataParallel, in its order. Those that have a meaning here:
 
-    module: the model, on this worker's device. It must be the same on all workers, or ModelMismatch is raised; its
-        weights and buffers are set to worker 0's.
+    module: the model, on this worker's device. Names, shapes, dtypes and memory formats must be the same on all
+        workers, or ModelMismatch is raised. Weights and buffers are set to worker 0's; where they differed, a warning
+        names the first one and the workers.
     device_ids: a list of one device; inputs are moved there.
     broadcast_buffers, forward_sync_buffers: False leaves buffers alone between the steps.
     init_sync: False leaves the first weights and buffers as they are.
@@ -54,11 +54,11 @@ class DataParallel(nn.Module):
 
     Lockstep's own:
 
-    optimizer: what updates the model. On CPUs many small parameters are then updated by few calls, with the same bits;
-        for that they are moved into common memory.
+    optimizer: what updates the model; needed with zero=1 to 3.
     zero: split what is redundant over the workers (see docs/zero.md): 1 the optimizer's state and work, 2 the gradients
         as well, 3 the parameters as well. `optimizer` is re-pointed, in place, at this worker's part; the loop,
-        schedulers and groups stay as they are. `param.grad` is None then: use `model.clip_grad_norm_`.
+        schedulers and groups stay as they are. `param.grad` has no values then, and raises when it is used: clip with
+        `model.clip_grad_norm_`, and give all parameters to the one optimizer.
     precision: `lockstep.Precision(params=..., grads=..., master=...)`: compute in one dtype, reduce in another, update
         master weights in a third; with zero=1 to 3.
     wire: one of `lockstep.wire` (Half, Int8, Sign, TopK, LowRank): how gradients are encoded while they travel, for
@@ -73,6 +73,8 @@ class DataParallel(nn.Module):
     optimizer's state is divided by the number of workers, with zero=2 the gradients too. On CPUs C's allocator is told
     to keep what a step frees for the next one (see replica/allocator.py).
     """
+
+    _engine_class: type[Engine] = Engine
 
     def __init__(
         self,
@@ -102,88 +104,90 @@ class DataParallel(nn.Module):
         blocks: Sequence[str | type[nn.Module]] | None = None,
         precision: Precision | None = None,
         wire: Wire | Auto | Literal["auto"] | None = None,
-        shards: Shards | None = None,
+        shards: StepShards | None = None,
         reduces: bool = True,
     ) -> None:
         super().__init__()
-        asked = Asked(
+        options = WrapOptions(
             init_sync=init_sync,
             starts_buffers_equal=broadcast_buffers is not False,
             keeps_buffers_equal=broadcast_buffers is not False and forward_sync_buffers is not False,
-            bucket_cap_mb=bucket_cap_mb,
-            bucket_cap_mb_list=bucket_cap_mb_list,
+            bucket_cap_mb=bucket_cap_mb_list[-1] if bucket_cap_mb_list else bucket_cap_mb,
             optimizer=optimizer,
             zero=zero,
             blocks=blocks,
             precision=precision,
             wire=wire,
-            shards=shards,
             reduces=reduces,
         )
-        asked.check(module)
+        options.check(module)
         self.module = module
         self._ddp_precision = DDPPrecision(mixed_precision, module) if mixed_precision is not None else None
         self._compute_dtype = precision.params if precision is not None else None
-        self.world = wrapping.world_of(process_group, device_mesh)
+        self.world = world_of(process_group, device_mesh)
+        self.world.agree_on_seed()
         self.require_backward_grad_sync = True
-        self._input_device = wrapping.input_device(device_ids)
-        parts = assemble(self.world, module, asked)
-        self._reducer, self._coded, self._zero, self._holding = parts.reducer, parts.coded, parts.zero, parts.holding
-        self._update = parts.update
-        self.companion: Companion | None = None
-        """What a strategy keeps with this replica."""
+        self._input_device = input_device(device_ids)
+        self._engine = self._engine_class(self.world, module, options, shards)
+        """All that is behind; the trainer, checkpoints and watchers reach it by this, and users need none of it."""
         reduce_dtype = self._ddp_precision.reduce_dtype if self._ddp_precision is not None else None
-        if self._reducer is not None and reduce_dtype is not None:
-            self.register_comm_hook((self._reducer.group, reduce_dtype), reduce_in)
-        seeds.diverge(self.world.seed, self.world.rank)
-        self.world.welcome(self)
+        reducer = self._engine.reducer
+        if reducer is not None and reduce_dtype is not None:
+            self.register_comm_hook((reducer.group, reduce_dtype), reduce_in)
+        if self._engine.number == 0:
+            self.world.on_leave.append(IdleOptimizers(self.world.rank).release)
+        self.world.replicas.add(self)
 
     @Untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `module` returns for this worker's part of the batch."""
         events = self.world.events
+        weight = self._weigh(inputs, kwargs)
         if self._input_device is not None:
             with events.copying():
                 inputs, kwargs = batches.move((inputs, kwargs), self._input_device, non_blocking=True)
-        reducer = self._reducer
-        if not torch.is_grad_enabled():
-            return self._call(inputs, kwargs)
-        if reducer is None:
-            return lone_pass.tell_of(self._call, self.world, inputs, kwargs) if events else self._call(inputs, kwargs)
-        if self.world.has_left:
+        engine, reducer = self._engine, self._engine.reducer
+        step = reducer.step if reducer is not None else -1
+        is_pass = torch.is_grad_enabled() and (reducer is not None or bool(events))
+        if is_pass and self.world.has_left and reducer is not None:
             raise UsageError("this model was wrapped in a world that has been left. Wrap model.module anew.")
-        if events:
-            events.emit(Kind.FORWARD, reducer.step, num_samples=num_samples(self.world, (inputs, kwargs)))
-        reducer.before_forward(self.require_backward_grad_sync)
-        if self._zero is not None:
-            self._zero.see_forward()
-        output = self._call(inputs, kwargs)
-        if events:
-            events.emit(Kind.FORWARDED, reducer.step)
-            if not self.require_backward_grad_sync:
-                call_at_begin(output, QuietPass(events, reducer.step))
-        if not call_at_begin(output, reducer.begin):
-            reducer.hear_all()
-        return output
-
-    def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._ddp_precision is not None:
-            return self._ddp_precision.call(inputs, kwargs)
+        if is_pass and events:
+            events.emit(Kind.FORWARD, step, num_samples=_num_samples(weight, (inputs, kwargs)))
+        if is_pass and reducer is not None:
+            if reducer.inputs is not None:
+                reducer.inputs.see((inputs, kwargs))
+            reducer.before_forward(self.require_backward_grad_sync, weight)
+        if is_pass and engine.split is not None and _computes_in_half(self.world.device):
+            engine.split.expect_overflows()  # A gradient scaler may decide by the gradients whether to step.
         if self._compute_dtype is not None:
             inputs, kwargs = cast((inputs, kwargs), self._compute_dtype)  # type: ignore[misc]
-        return self.module(*inputs, **kwargs)
+        with engine.own_numbers:
+            if self._ddp_precision is not None:
+                output = self._ddp_precision.call(inputs, kwargs)
+            else:
+                output = self.module(*inputs, **kwargs)
+        if is_pass and events:
+            events.emit(Kind.FORWARDED, step)
+            if reducer is None or not self.require_backward_grad_sync:
+                call_at_begin(output, PassEvents(events, step))
+        if is_pass and reducer is not None:
+            if weight is not None and weight.is_stand_in:
+                drop_gradient(output)  # Gradients that are accumulated here must not get it.
+            call_at_begin(output, functools.partial(reducer.begin, weight))
+        return output
+
+    def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Weight | None:
+        """The weight of the batch that the inputs are of; batch norms ask the world's `hand_outs` for it."""
+        if self._engine.is_driven or not self.world.hand_outs.have_begun:
+            self.world.hand_outs.find_none()
+            return None
+        tensors = [leaf for leaf in tree.leaves((inputs, kwargs)) if isinstance(leaf, Tensor)]
+        return self.world.hand_outs.find(tensors, trains=torch.is_grad_enabled())
 
     def release(self) -> None:
         """Let go of everything that belongs to the world; called when it is left."""
         self.world.release()
-        if self._reducer is not None:
-            self._reducer.release()
-        if self._zero is not None:
-            self._zero.release()
-        if self._update is not None:
-            self._update.release()
-        if self.companion is not None:
-            self.companion.release()
+        self._engine.release()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -196,85 +200,41 @@ class DataParallel(nn.Module):
             self.require_backward_grad_sync = before
 
     @property
-    def reducer(self) -> Reducer | None:
-        """What sends the gradients; None on a lone worker."""
-        return self._reducer
+    def companion(self) -> StrategyTensors | None:
+        """What a strategy keeps with this model, `num_bytes` that it sent among it; None without a strategy."""
+        return self._engine.strategy
 
     @property
-    def coded(self) -> Coded | None:
-        """What the wire remembers and counts, where there is one."""
-        return self._coded
+    def coded(self) -> WireReduction | None:
+        """What the wire remembers, and the `num_bytes` that this worker sent in the last step; None without a wire."""
+        return self._engine.wire
 
     def wire_report(self) -> str:
         """How gradients travel, in words; with wire="auto" what was chosen and why, once it has been."""
-        return self._coded.report() if self._coded is not None else "gradients travel as they are."
-
-    # What Trainer needs besides.
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters are gathered when they are used, so that all workers must run as many passes."""
-        return self._zero is not None and self._zero.gathers
-
-    def expect_overflows(self) -> None:
-        """A gradient scaler will decide by the gradients whether to step: let all workers see the same overflows."""
-        if self._zero is not None:
-            self._zero.placement.agrees_on_overflow = True
+        wire = self._engine.wire
+        return wire.report() if wire is not None else "gradients travel as they are."
 
     @contextlib.contextmanager
-    def sending_nothing(self) -> Iterator[None]:
-        """A block whose pass takes part in everything, and adds zero."""
-        assert self._reducer is not None
-        self._reducer.weighing.withdraw()
-        try:
-            yield
-        finally:
-            self._reducer.weighing.factor = 1.0
-
-    def finish_without_pass(self) -> None:
-        """End a step without a backward pass on this worker; nothing to do on a lone one."""
-        if self._reducer is not None:
-            self._reducer.finish_without_pass()
-
-    def abandon(self) -> None:
-        """Make the step in flight void on all workers, since this one's pass has failed.
-
-        Where parameters are gathered that is possible in the pass that sends, and not in one before it.
-        """
-        if self._reducer is not None and (self.require_backward_grad_sync or not self.gathers):
-            self._reducer.abandon()
-
-    def whole_params(self) -> contextlib.AbstractContextManager[None]:
+    def whole_params(self) -> Iterator[None]:
         """A block in which all parameters are there to be read, whatever is split; every worker must enter it.
 
-        Changes made in it are kept if all workers make the same ones. It needs memory for the whole model.
+        Changes made in it, without gradients, are kept if all workers make the same ones. It needs memory for the whole
+        model.
         """
-        return self._holding.whole_params()
-
-    @property
-    def parts(self) -> list[tuple[nn.Parameter, nn.Parameter, int]] | None:
-        """What this worker owns where something is split: parameter, fragment, number of its first element."""
-        return self._holding.parts
-
-    def before_load(self) -> None:
-        """This worker is about to overwrite its part of the parameters; every worker calls this."""
-        self._holding.before_load()
-
-    def after_load(self) -> None:
-        """This worker has overwritten its part of the parameters; every worker calls this."""
-        self._holding.after_load()
+        with self._engine.whole_params("model.whole_params()"), torch.no_grad():
+            yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # No overloads.
         """As of any module; where parameters are gathered for use (zero=3), every worker must call this."""
-        if self._zero is None or not self._zero.gathers:
+        if not self._engine.gathers:
             return super().state_dict(*args, **kwargs)
-        with self.whole_params():
+        with self._engine.whole_params("model.state_dict()"):
             state = super().state_dict(*args, **kwargs)
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; with zero=1 to 3 every worker must call this."""
-        with self.whole_params():
+        with self._engine.whole_params("model.load_state_dict()"):
             return super().load_state_dict(*args, **kwargs)
 
     def join(
@@ -291,16 +251,39 @@ class DataParallel(nn.Module):
         up to date. All workers must enter the block; models with SyncBatchNorm cannot, since their forward pass
         needs everybody.
         """
-        if enable:
-            self._require_whole("model.join()")
-            require_lone_forward(self.module)
-        return Uneven(
-            self.world,
-            self._reducer if enable else None,
-            [*self.module.parameters(), *self.module.buffers()],
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
-        )
+        if not enable:
+            return contextlib.nullcontext()
+        self._require_whole("model.join()")
+        if any(isinstance(each, SyncBatchNorm | nn.SyncBatchNorm) for each in self.module.modules()):
+            raise UsageError(
+                "model.join() cannot run a model with SyncBatchNorm: its forward pass needs every worker. Give all "
+                "workers the same number of batches, as lockstep.shard does."
+            )
+        if self._engine.reducer is None:
+            return contextlib.nullcontext()
+        mode = JoinMode(is_uneven=not divide_by_initial_world_size, stops=throw_on_early_termination)
+        return self._joined(self._engine.reducer, mode)
+
+    @contextlib.contextmanager
+    def _joined(self, reducer: Reducer, mode: JoinMode) -> Iterator[None]:
+        """A worker that leaves the block early goes on taking part in every step of the others with nothing to add.
+
+        It does so until a step in which no worker had anything: that is how all find the end together, with no message
+        of its own. At the end the weights and buffers of the worker that made the most steps become everybody's, since
+        a worker without batches makes no updates.
+        """
+        first_step = reducer.step
+        with reducer.joining(mode):
+            yield
+            own_steps = reducer.step - first_step
+            while reducer.shadow():
+                if mode.stops:
+                    raise UsageError(f"worker {self.world.rank} ran out of batches before the others.")
+            steps = self.world.gather_json(own_steps)
+            if len(set(steps)) > 1:
+                state = [*self.module.parameters(), *self.module.buffers()]
+                with torch.no_grad():
+                    agreement.broadcast(state, self.world, steps.index(max(steps)), reducer.group)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Reduce buckets by `hook(state, bucket)`, which returns the averaged flat tensor or a Future of it.
@@ -308,14 +291,15 @@ class DataParallel(nn.Module):
         `bucket` has the methods of torch's GradBucket, so torch's own hooks can be given.
         """
         self._require_whole("register_comm_hook")
-        comm_hook = CommHook(state, hook, self.world.size)
-        if self._reducer is not None:
-            self._reducer.use_hook(comm_hook)
+        if not callable(hook):
+            raise UsageError(f"register_comm_hook: the hook must be callable, got {type(hook).__name__}.")
+        if self._engine.reducer is not None:
+            self._engine.reducer.use_hook(state, hook)
 
     def _require_whole(self, what: str) -> None:
-        if self._coded is not None:
+        if self._engine.wire is not None:
             raise UsageError(f"{what} does not go with wire=...: that already says how buckets are reduced.")
-        if self._zero is not None:
+        if self._engine.split is not None:
             raise UsageError(f"{what} needs every worker to have every gradient; it works with zero=0 only.")
 
     def clip_grad_norm_(
@@ -326,12 +310,34 @@ class DataParallel(nn.Module):
         foreach: bool | None = None,
     ) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the old norm."""
-        return self._holding.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+        split = self._engine.split
+        if split is None:
+            params = self.module.parameters()
+            return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        total = split.total_norm(float(norm_type), error_if_nonfinite)
+        nn.utils.clip_grads_with_norm_(split.owned_params(), max_norm, total, foreach)
+        return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of this worker's part included."""
         super().zero_grad(set_to_none)
-        self._holding.zero_grad(set_to_none)
+        for param in self._engine.split.owned_params() if self._engine.split is not None else ():
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a DataParallel model cannot be copied or pickled; do that with model.module.")
+
+
+def _num_samples(weight: Weight | None, inputs: Any) -> float:
+    """How many samples a forward pass sees: what the sharded loader cut, else the length of the first tensor."""
+    if weight is not None and not weight.doubt and weight.total is not None and not isinstance(weight.value, Tensor):
+        return float(weight.value)
+    first = next((leaf for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim), None)
+    return float(len(first)) if first is not None else 0.0
+
+
+def _computes_in_half(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16

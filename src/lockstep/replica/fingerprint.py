@@ -56,25 +56,27 @@ def raw_bytes(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _fingerprint_table(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
     """The fingerprints of some tensors of one device, there. Small ones go together: calls cost more than bytes."""
-    rows: dict[torch.dtype, _Rows] = {}
+    pieces: list[Tensor] = []
+    numbers: list[int] = []
+    zeros = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=factors.device)
     for number, tensor in enumerate(tensors):
         for piece in _pieces(tensor):
-            if piece.dtype not in rows:
-                rows[piece.dtype] = _Rows(piece.new_zeros(ROW_BYTES // piece.element_size()))
-            rows[piece.dtype].append(piece, number)
+            num_rows = -(-piece.numel() // ROW_BYTES)
+            pieces += (piece, zeros[: num_rows * ROW_BYTES - piece.numel()])  # Each is filled up to whole rows.
+            numbers += [number] * num_rows
+    rows = torch.cat(pieces).view(torch.int64).view(len(numbers), COLUMNS)
     sums = torch.zeros(len(tensors), COLUMNS, dtype=torch.int64, device=factors.device)
-    for one in rows.values():
-        one.add_to(sums)
+    sums.index_add_(0, torch.tensor(numbers, dtype=torch.int64, device=factors.device), rows)
     once = sums * factors[0]
     return ((once ^ ((once >> 32) & 0xFFFFFFFF)) * factors[1]).sum(1)  # Masked, since the shift would repeat the sign.
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Flat tensors of the same column sums as `tensor`: a small one as it is, else the sums of slabs and the rest."""
+    """Bytes of the same column sums as `tensor`: of a small one as they are, else of the sums of slabs and the rest."""
     size, begin = tensor.element_size(), tensor.storage_offset()
     tensor = tensor.view(INTEGERS.get(size, tensor.dtype))
     if tensor.numel() * size <= SMALL_BYTES:
-        yield tensor.reshape(-1)
+        yield raw_bytes(tensor)
         return
     if not tensor.is_contiguous() or begin * size % WORD_BYTES:
         tensor, begin = tensor.clone(memory_format=torch.contiguous_format), 0
@@ -82,28 +84,9 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     num_rows, num_left = divmod(tensor.numel(), width)
     for first in range(0, num_rows, SLAB_ROWS):
         shape = min(SLAB_ROWS, num_rows - first), width
-        yield tensor.as_strided(shape, (width, 1), begin + first * width).view(torch.int64).sum(0)
+        yield tensor.as_strided(shape, (width, 1), begin + first * width).view(torch.int64).sum(0).view(torch.uint8)
     if num_left:
-        yield tensor.as_strided((num_left,), (1,), begin + num_rows * width)
-
-
-class _Rows:
-    """Pieces of one dtype, each filled up to whole rows, and whose they are."""
-
-    def __init__(self, zeros: Tensor) -> None:
-        self._zeros, self._width = zeros, zeros.numel()
-        self._pieces: list[Tensor] = []
-        self._numbers: list[int] = []
-
-    def append(self, piece: Tensor, number: int) -> None:
-        num_rows = -(-piece.numel() // self._width)
-        self._pieces += (piece, self._zeros[: num_rows * self._width - piece.numel()])
-        self._numbers += [number] * num_rows
-
-    def add_to(self, sums: Tensor) -> None:
-        """Add every row to the row of `sums` that has its number."""
-        rows = torch.cat(self._pieces).view(torch.int64).view(len(self._numbers), COLUMNS)
-        sums.index_add_(0, torch.tensor(self._numbers, dtype=torch.int64, device=sums.device), rows)
+        yield tensor.as_strided((num_left,), (1,), begin + num_rows * width).view(torch.uint8)
 
 
 def _odd_numbers(num_rows: int) -> Tensor:

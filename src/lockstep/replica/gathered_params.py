@@ -12,11 +12,13 @@ and stays until the backward pass has ended. The flat tensor keeps its storage o
 since autograd saves views of it; the parameters themselves look at a single NaN in the meantime, so that whoever reads
 them then sees it, and nobody reads memory that is gone.
 
-Gathering needs every worker. So a worker whose backward pass fails half-way must still take part in what the others
-gather in the rest of theirs, between the same reductions: it repeats what it has noted of the last whole pass.
+Gathering needs every worker, and workers may run different blocks: launch_order.py says how they agree on what is
+gathered and reduced when. A block that is gathered for others while it is in use here is written over with the bytes
+that it has.
 """
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,56 +27,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.backend import all_gather, moves_parts
-from lockstep.comm.shm.work import waited_for
-from lockstep.data import tree
-from lockstep.errors import UsageError
-from lockstep.replica.bucket import view_of
-from lockstep.replica.layout import BucketPlan
-from lockstep.replica.split import Span, are_equal
-from lockstep.world import World
+from lockstep.replica.autograd_hooks import call_at_begin, call_at_end
+from lockstep.replica.launch_order import LaunchOrder
+from lockstep.replica.layout import BucketPlan, FlatSpan, view_of
+from lockstep.replica.params import FlatParams, gather_parts
+from lockstep.torch_private import in_backward
+from lockstep.world import FIRST, World
 
 MODEL = -1
 """Stands for what belongs to no block."""
 AHEAD = 2
 """How many blocks are held at a time: the one that runs, and the next one on its way."""
-REDUCTION = -1
-"""Stands, among the numbers of gathered buckets, for the reduction of a bucket of gradients."""
 
 
 class Gathered:
     """The flat tensor of one bucket, and the part of it that stays."""
 
-    def __init__(
-        self,
-        world: World,
-        group: dist.ProcessGroup,
-        plan: BucketPlan,
-        params: Sequence[Tensor],
-        dtype: torch.dtype,
-        note: Callable[[], None],
-    ) -> None:
-        self._world, self._group = world, group
-        self._note = note
-        self._dtype = dtype
+    def __init__(self, world: World, plan: BucketPlan, params: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self._world = world
         self._plan, self._params = plan, params
-        self.flat, self._views = self._new_flat()
+        self.flat, self._views = self._new_flat(dtype)
         with torch.no_grad():
             for view, param in zip(self._views, params, strict=True):
                 view.copy_(param)
         self._absent = [_absent(view) for view in self._views]
         self.own: Tensor = self.flat
-        self._spans: Sequence[Span] = ()
+        self._spans: Sequence[FlatSpan] = ()
         self._work: list[Any] = []
         self.is_asked = self.is_there = True
         self.has_frozen = any(not param.requires_grad for param in params)
 
-    def _new_flat(self) -> tuple[Tensor, list[Tensor]]:
+    def _new_flat(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         plan = self._plan
-        flat = torch.zeros(plan.tail_offset, dtype=self._dtype, device=plan.device)
+        flat = torch.zeros(plan.tail_offset, dtype=dtype, device=plan.device)
         return flat, [view_of(flat, slot, param) for slot, param in zip(plan.slots, self._params, strict=True)]
 
-    def keep(self, spans: Sequence[Span]) -> Tensor:
+    def keep(self, spans: Sequence[FlatSpan]) -> Tensor:
         """Keep the owned part, and release the rest."""
         own = spans[self._world.rank]
         self._spans = spans
@@ -82,52 +70,41 @@ class Gathered:
         self.release()
         return self.own
 
-    def ask(self) -> None:
-        """Start gathering, unless that has been done."""
-        if self.is_asked:
-            return
-        self.is_asked = True
-        self._note()
-        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-        if moves_parts(self._group) and are_equal(self._spans):
-            self._work = [all_gather(self.flat, self.own, self._group)]
-            return
-        own = self._spans[self._world.rank]
-        self.flat[own.begin : own.end].copy_(self.own)
-        self._work = [
-            dist.broadcast(self.flat[span.begin : span.end], group=self._group, group_src=rank, async_op=True)
-            for rank, span in enumerate(self._spans)
-            if span.numel
-        ]
+    def ask(self, group: dist.ProcessGroup) -> None:
+        """Start gathering; every worker does so at the same place of the launch order, whether it has this or not."""
+        if not self.is_asked:
+            self.is_asked = True
+            self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        self._work += gather_parts(self.flat, self.own, self._spans, group)
 
     def gather(self) -> None:
-        """Return when the parameters are there."""
-        if self.is_there:
-            return
-        with waited_for():
-            self.ask()
+        """Return when the parameters are there, which were asked for."""
+        self._await()
+        if not self.is_there:
+            self.is_there = True
+            for param, view in zip(self._params, self._views, strict=True):
+                param.data = view
+
+    def _await(self) -> None:
         for work in self._work:
             self._world.await_on_device(work, "gathering parameters")
         self._work = []
-        self.is_there = True
-        for param, view in zip(self._params, self._views, strict=True):
-            param.data = view
+
+    def is_on_its_way(self) -> bool:
+        """Whether a gather has begun and not ended."""
+        return not all(work.is_completed() for work in self._work)
 
     def release(self) -> None:
         """Give the memory back; what was asked for is waited for first."""
         if not self.is_asked:
             return
-        self.gather()
+        self._await()
         self.is_asked = self.is_there = False
         for param, absent in zip(self._params, self._absent, strict=True):
             param.data = absent
         if not self.flat.untyped_storage().resizable():  # Somebody has it as a numpy array: leave it to him.
-            self.flat, self._views = self._new_flat()
+            self.flat, self._views = self._new_flat(self.flat.dtype)
         self.flat.untyped_storage().resize_(0)
-
-    def let_go(self) -> None:
-        """Let go of the group."""
-        del self._group
 
     def write_back(self) -> None:
         """Keep what was changed in the gathered parameters."""
@@ -135,7 +112,7 @@ class Gathered:
         self.own.copy_(self.flat[own.begin : own.end])
 
 
-class GatheredParams:
+class GatheredParams(FlatParams):
     """The parameters of a model, block by block."""
 
     def __init__(
@@ -146,19 +123,30 @@ class GatheredParams:
         blocks: Sequence[nn.Module],
         block_of: Mapping[nn.Parameter, int],
     ) -> None:
-        self._world, self._group = world, group
+        super().__init__(world, group)
         self._block_of = block_of
         self._buckets: list[Gathered] = []
         self._of_block: dict[int, list[Gathered]] = {number: [] for number in range(MODEL, len(blocks))}
-        self._order: list[int] = []
+        self._number = world.replicas.pass_ends.next_number()
+        self._order = LaunchOrder(world, group, weakref.WeakMethod(self._ask))
+        world.peers.servers.add(self)
+        self._sequence: list[int] = []
         """Blocks in the order in which they last ran."""
         self._running: list[int] = []
-        self._has_callback = False
-        self._sent: list[int] = []
-        """What this pass has gathered and reduced so far, in order."""
-        self._sent_last: list[int] = []
-        """The same of the last whole pass."""
-        self._is_abandoned = False
+        self._in_use: set[int] = set()
+        """Blocks that are read here before they are released."""
+        self._next: Sequence[int] = ()
+        """Blocks that are expected to be needed here soon."""
+        self._unused: list[int] = []
+        """Blocks that were gathered for others alone."""
+        self._num_full = 0
+        """How many buckets have all their gradients, in turn: nothing in this pass reads their parameters any more."""
+        self._is_synced = False
+        """Whether the reducer says when the pass in flight ends."""
+        self._is_whole = False
+        """Whether all is there, whatever runs."""
+        self._end: Callable[[], Any] = lambda: None
+        """The end of the backward pass in progress."""
         module.register_forward_pre_hook(self._hook("_before_model"), prepend=True)
         module.register_forward_hook(self._hook("_after_model"), always_call=True)
         for number, block in enumerate(blocks):
@@ -171,160 +159,206 @@ class GatheredParams:
 
         def hook(module: nn.Module, *given: Any) -> None:
             alive = me()
-            if alive is not None:
+            if alive is not None and not alive._is_whole:
                 getattr(alive, name)(*args, given[-1])
 
         return hook
 
     # As FlatParams
 
-    def place(self, plan: BucketPlan, params: Sequence[Any], spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
+    def place(self, plan: BucketPlan, params: Sequence[Any], spans: Sequence[FlatSpan], dtype: torch.dtype) -> Tensor:
         """Move a block's parameters into a flat tensor, keep the owned part of it, and release the rest."""
-        note = functools.partial(self._sent.append, len(self._buckets))
-        gathered = Gathered(self._world, self._group, plan, params, dtype, note)
+        gathered = Gathered(self._world, plan, params, dtype)
         self._buckets.append(gathered)
         self._of_block[self._block_of[params[0]]].append(gathered)
         return gathered.keep(spans)
 
-    def before_step(self) -> None:
-        """Nothing: others have their own copies."""
-
     def after_step(self) -> None:
         """What is still gathered is out of date."""
+        self._order.updated()
         self._release_all()
 
-    def end(self) -> None:
-        """This was a whole pass."""
-        self._sent_last = list(self._sent)
+    def begin(self) -> None:
+        """A synchronised pass has begun."""
+        self._is_synced = True
 
-    def abandon(self) -> None:
-        """The pass has failed here, and nothing is gathered any more but for the others."""
-        if self._sent != self._sent_last[: len(self._sent)]:
-            raise UsageError(
-                f"worker {self._world.rank}: a backward pass failed here before this worker had seen what a step of "
-                "this model gathers (zero=3), so it cannot keep in step with the others. End this run; its first two "
-                "steps must succeed."
-            )
-        self._is_abandoned = True
+    def look(self) -> None:
+        """Launch what has been agreed on by now."""
+        self._order.look()
 
-    def _repeat(self) -> None:
-        """Gather what the others gather before their next reduction."""
-        while len(self._sent) < len(self._sent_last) and (number := self._sent_last[len(self._sent)]) != REDUCTION:
-            self._buckets[number].ask()
-            self._buckets[number].release()
+    def let_leave(self, count: int, launch: Callable[[int], None], *, is_over: bool) -> None:
+        """Launch the first `count` buckets as far as they are ready on all workers; all of them, at the pass's end."""
+        self._order.offer(count, launch)
+        for number in range(self._num_full, min(count, len(self._buckets))):
+            gathered = self._buckets[number]
+            if gathered not in self._of_block[MODEL] and not gathered.has_frozen:
+                gathered.release()
+        self._in_use = {block for block in self._in_use if any(each.is_asked for each in self._of_block[block])}
+        self._num_full = count
+        if is_over:
+            self._release_all()
+            self._order.end_step()
+            self._after_pass()
+        else:
+            self._order.look()
 
-    def done(self, number: int | None) -> None:
-        """All gradients of bucket `number` have arrived: nothing in this pass reads its parameters any more."""
-        if self._is_abandoned:
-            self._repeat()
-        self._sent.append(REDUCTION)
-        if number is None:
-            if self._is_abandoned:
-                self._is_abandoned = False
-                self._release_all()
-            return
-        gathered = self._buckets[number]
-        if gathered not in self._of_block[MODEL] and not gathered.has_frozen:
-            gathered.release()
+    def end_pass(self) -> None:
+        """A backward pass has ended that sends nothing."""
+        self._release_all()
+        self._order.end_pass()
+        self._after_pass()
+
+    def _after_pass(self) -> None:
+        self._is_synced = False
+        self._num_full = 0
+        self._release_all()  # What others needed until now.
+
+    def serve(self) -> bool:
+        """Take part in what others gather, while this worker waits for something else."""
+        is_free = self._order.serve()
+        if is_free:
+            self._release_unused()
+        return is_free
 
     def release(self) -> None:
-        """Let go of the group."""
-        del self._group
-        for gathered in self._buckets:
-            gathered.let_go()
+        """Let go of the groups."""
+        self._is_whole = True  # Hooks of a module that is wrapped anew find nothing to do here.
+        self._world.peers.servers.discard(self)
+        self._order.release()
+        super().release()
 
-    def whole(self) -> Iterator[None]:
+    def whole(self, call: str) -> Iterator[None]:
         """Gather everything; at the end keep what was changed, and release it."""
-        for gathered in self._buckets:
-            gathered.ask()
-        for gathered in self._buckets:
-            gathered.gather()
-        try:
-            yield
-        finally:
+        self._release_all()
+        self._order.meet(call)
+        self._after_pass()
+        with self._order.busy():
             for gathered in self._buckets:
-                gathered.write_back()
-            self._release_all()
+                gathered.ask(self._group)
+            for gathered in self._buckets:
+                gathered.gather()
+            self._is_whole = True
+            try:
+                yield
+            finally:
+                self._is_whole = False
+                for gathered in self._buckets:
+                    gathered.write_back()
+                self._release_all()
 
     def _release_all(self) -> None:
-        self._has_callback = False
+        self._in_use.clear()
+        self._unused.clear()
         for gathered in self._buckets:
+            gathered.release()
+
+    # Which blocks are here
+
+    def _ask(self, number: int) -> None:
+        """Some worker needs a block: gather it, on all."""
+        for gathered in self._of_block[number]:
+            gathered.ask(self._group)
+        if number not in self._in_use and number not in self._next:
+            self._unused.append(number)
+
+    def _need(self, number: int, upcoming: Sequence[int]) -> None:
+        """Return when a block is here; those that are expected after it are on their way, or asked for."""
+        self._order.begin_pass()
+        self._unused += self._next
+        self._next = upcoming
+        self._in_use.add(number)
+        self._order.look()
+        while missing := self._missing([number]):
+            self._order.post(*missing, *self._missing(upcoming))
+            self._order.settle()
+        with self._order.busy():
+            for gathered in self._of_block[number]:
+                gathered.gather()
+        self._order.look()
+        if missing := self._missing(upcoming):
+            self._order.post(*missing)
+        self._release_unused()
+
+    def _missing(self, numbers: Sequence[int]) -> list[int]:
+        return [number for number in numbers if not all(gathered.is_asked for gathered in self._of_block[number])]
+
+    def _release_unused(self) -> None:
+        unused, self._unused = self._unused, []
+        for number in unused:
+            if number in self._in_use or number in self._next:
+                continue
+            if any(gathered.is_on_its_way() for gathered in self._of_block[number]):
+                self._unused.append(number)
+            else:
+                self._release(number)
+
+    def _release(self, number: int) -> None:
+        self._in_use.discard(number)
+        for gathered in self._of_block[number]:
             gathered.release()
 
     # Forward
 
     def _before_model(self, _inputs: object) -> None:
-        if not _in_backward():
-            self._sent.clear()
-        for gathered in self._of_block[MODEL]:
-            gathered.ask()
-        self._ask_for(self._order[0] if self._order else None)
-        for gathered in self._of_block[MODEL]:
-            gathered.gather()
-        if not _in_backward():
+        self._need(MODEL, self._sequence[:AHEAD])
+        if not in_backward():
             self._running = []
 
     def _after_model(self, output: object) -> None:
         if self._running:
-            self._order = self._running
-        if _in_backward():
+            self._sequence = self._running
+        if in_backward():
             return
-        if torch.is_grad_enabled() and self._watch(output, MODEL):
-            return
-        self._release_all()
+        has_failed = output is None and sys.exc_info()[0] is not None
+        needs_backward = torch.is_grad_enabled() and self._watch(output, MODEL)
+        if not needs_backward:
+            self._release_all()
+        if has_failed:
+            self._order.drop_pass()
+            return  # The error comes first: others wait until this worker's next pass, or see that it has ended.
+        self._order.end_pass()
+        self._next = ()
+        self._release_unused()
 
     def _before_block(self, number: int, _inputs: object) -> None:
-        for gathered in self._of_block[number]:
-            gathered.gather()
-        if not _in_backward():
+        if in_backward():
+            self._need(number, self._next)
+        else:
             self._running.append(number)
-            self._ask_for(self._after(number, self._order))
+            self._need(number, self._after(number, self._sequence)[:AHEAD])
 
     def _after_block(self, number: int, output: object) -> None:
-        if _in_backward():
+        if in_backward():
             return  # Recomputed for the backward pass, which follows at once.
         needs_backward = torch.is_grad_enabled() and self._watch(output, number)
         # The last ones are needed again first; as many are held at any time of the backward pass.
-        if not (needs_backward and number in self._order[-AHEAD:]):
-            for gathered in self._of_block[number]:
-                gathered.release()
+        if not (needs_backward and number in self._sequence[-AHEAD:]):
+            self._release(number)
 
     # Backward
 
     def _watch(self, output: object, number: int) -> bool:
         """Have the block gathered when the gradient of its output comes; whether there will be one."""
-        found = False
-        for leaf in tree.leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _grad, number=number: self._before_backward(number))
-                found = True
-        return found
+        return call_at_begin(output, functools.partial(self._before_backward, number))
 
     def _before_backward(self, number: int) -> None:
-        if not self._has_callback:
-            self._has_callback = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._release_all)
-        for gathered in self._of_block[number]:
-            gathered.gather()
-        order = self._order[::-1]
-        self._ask_for(order[0] if number == MODEL and order else self._after(number, order))
+        if self._end() is None:
+            ends = self._world.replicas.pass_ends
+            call_at_end(self._order.close_pass, ends, FIRST)
+            self._end = call_at_end(self._after_backward, ends, self._number)
+        order = self._sequence[::-1]
+        self._need(number, (order if number == MODEL else self._after(number, order))[:1])
 
-    def _ask_for(self, number: int | None) -> None:
-        for gathered in self._of_block[number] if number is not None else ():
-            gathered.ask()
+    def _after_backward(self) -> None:
+        if not self._is_synced:
+            self.end_pass()
 
     @staticmethod
-    def _after(number: int, order: Sequence[int]) -> int | None:
-        place = order.index(number) + 1 if number in order else len(order)
-        return order[place] if place < len(order) else None
+    def _after(number: int, order: Sequence[int]) -> Sequence[int]:
+        return order[order.index(number) + 1 :] if number in order else ()
 
 
 def _absent(param: Tensor) -> Tensor:
     """What a parameter looks at while it is elsewhere: its shape, a single NaN, and no memory."""
     value = torch.nan if param.is_floating_point() or param.is_complex() else 0
     return torch.full((1,), value, dtype=param.dtype, device=param.device).expand(param.shape)
-
-
-def _in_backward() -> bool:
-    """Whether this runs inside a backward pass, as a recomputed forward does."""
-    return torch._C._current_graph_task_id() != -1

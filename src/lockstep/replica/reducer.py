@@ -6,41 +6,61 @@ The phases of a synchronised backward pass, in order:
     arrive    once per gradient: into its bucket; full buckets leave in turn
     finish    what did not come is sent as it is; wait; hand the reduced gradients out
 
-One order for all. Buckets are launched strictly in the order of the plan, and all of them in every step, whatever
-arrived here: so no control flow on one worker can make it send something that the others do not expect. The last
-bucket closes the step: it is held back until this worker's backward pass has ended well, and its notes say so.
+One order for all: see bucket_queue.py. The last bucket closes the step: it is held back until this worker's backward
+pass has ended well, and its notes say so.
 
-A pass that raises never comes to `finish` (see pass_edges.py). At its next forward or backward pass the worker sends
-the rest of that step with a note that makes the step void; the others, who waited for it, raise StepVoid instead of
-using half a sum.
+A pass that raises never comes to `finish` (see autograd_hooks.py). At its next forward or backward pass the worker
+sends the rest of that step with a note that makes the step void; the others, who waited for it, raise StepVoid instead
+of using half a sum.
+
+Gradients that no bucket could take (of parameters unfrozen after the plan was made, or arriving again after their
+bucket has left) are announced in the notes and reduced at the end, in an extra round; from the next pass on the plan
+has a place for them.
 """
 
+import contextlib
 import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.errors import UsageError
 from lockstep.events import Kind
-from lockstep.replica import arrivals
-from lockstep.replica.attendance import Attendance
-from lockstep.replica.bucket import Bucket
-from lockstep.replica.buckets import Buckets
-from lockstep.replica.departures import Departures
-from lockstep.replica.gauge import Gauge
-from lockstep.replica.hook import CommHook
-from lockstep.replica.lender import SlotLender
-from lockstep.replica.notes import Notes
-from lockstep.replica.partials import Partials
-from lockstep.replica.pass_edges import PassEnd
-from lockstep.replica.placement import Placement
-from lockstep.replica.shared_state import SharedState
-from lockstep.replica.silent import Silent
-from lockstep.replica.sums import Sums
-from lockstep.replica.traffic import Traffic
-from lockstep.replica.weighing import Unweighed, Weighing
+from lockstep.replica import sparse
+from lockstep.replica.agreement import SameInputs
+from lockstep.replica.autograd_hooks import GradHooks, call_at_end
+from lockstep.replica.bucket import Bucket, Buckets, BucketStage
+from lockstep.replica.bucket_queue import BucketQueue, GradObserver
+from lockstep.replica.buffers import Buffers
+from lockstep.replica.collectives import finish
+from lockstep.replica.grad_weight import GradWeight
+from lockstep.replica.placement import Placement, SplitPlacement
+from lockstep.replica.reduction import CodedReduction, HookReduction, Partials
+from lockstep.replica.step_state import JoinMode, PassPhase, PassProgress, StepNotes, StepState
+from lockstep.weight import Weight, in_force, refuse_both, weigh_alike
+from lockstep.wire.auto import ChoosingReduction
+from lockstep.wire.reduction import WireReduction
 from lockstep.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What of a model is reduced or kept equal after every step; the same on all workers."""
+
+    names: Sequence[str]
+    """Of the parameters, by number."""
+    params: Sequence[Tensor]
+    sparse_params: frozenset[int]
+    """Numbers of those whose gradients will be sparse."""
+    buffers: Buffers
+    """What is kept equal besides."""
 
 
 class Reducer:
@@ -57,331 +77,377 @@ class Reducer:
         partials: Partials | None = None,
     ) -> None:
         self._world = world
-        self._names, self._params, self._buffers = shared.names, shared.params, shared.buffers
-        self._sparse, self._rows = shared.sparse_params, shared.rows
+        self.shared = shared
         self.group = group
-        self._buckets = buckets
         self._placement = placement
-        self._partials = partials
-        """Sums of earlier shards, where all is added along a tree."""
-        self._has_one_order = partials is not None
-        """Whether no gradient may come too late for its bucket, since it would be added in another order."""
-        self.weighing = Weighing(world.size) if partials is None else Unweighed()
-        self.attendance = Attendance(world)
-        self.step = 0
-        """How many synchronised passes have ended."""
-        self._arrivals = arrivals.Arrivals(shared.params)
-        self._observed: list[int] | None = []
-        """Parameters in the order of their gradients in the first step; None after it."""
-        self._traffic = Traffic(world, shared.names, placement)
-        self._sums = Sums(
-            world, shared, buckets, placement, self._traffic, self.weighing, self.attendance, self._has_one_order
-        )
-        self._departures = Departures(world, buckets, self._traffic, self.weighing, partials)
-        self.lender = SlotLender(buckets, self._traffic, self.weighing)
-        """Who asks it for a slot may compute a gradient there."""
-        self._silent = Silent(
-            self._arrivals, buckets, shared.params, self.lender.expected, is_over=partials is not None
-        )
+        self.grad_weight = GradWeight(world.size if partials is None else None)
+        self._queue = BucketQueue(world, shared.names, buckets, placement, self.grad_weight, partials)
+        self._join_mode: JoinMode | None = None
+        """Whether workers may run out of batches at different steps, and what that means."""
+        self.inputs: SameInputs | None = SameInputs(world)
+        """What looks whether the workers train on different samples, until it knows."""
+        self._hooks = GradHooks(shared.params, self.arrive)
+        self._number = world.replicas.pass_ends.next_number()
+        self._under_way: Callable[[], Any] = lambda: None
+        """The backward pass that has begun and not ended, whether it sends or accumulates."""
+        self._now = StepState()
         self._prepare_buckets()
-        # The pass in flight.
-        self._syncs = True
-        self._expects_pass = False
-        self._armed: weakref.ref[PassEnd] | None = None
-        self._has_arrived = False
-        self._is_handed_out = False
-        """Whether the step has come to an end, and not to nothing."""
-        self._is_disordered = False
-        """Whether a gradient came without a word when it was not expected."""
-        self._touched: set[int] = set()
-        """Parameters whose gradients were accumulated here and are in no bucket yet."""
-        self._extra: set[int] = set()
-        """Parameters whose gradients no bucket of this step can take."""
-        self._is_heard = False
-        """Whether somebody listens to this pass."""
-        self._spent_ns = 0
-        """In filling and launching buckets, if so."""
+
+    @property
+    def step(self) -> int:
+        """How many synchronised passes have ended."""
+        return self._queue.step
+
+    @property
+    def observer(self) -> GradObserver | None:
+        """What measures gradients on their way, where that is wanted."""
+        return self._queue.observer
+
+    @observer.setter
+    def observer(self, observer: GradObserver | None) -> None:
+        self._queue.observer = observer
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         """All of them, in launch order."""
-        return self._buckets.all
+        return self._queue.buckets.all
 
-    @property
-    def num_launched(self) -> int:
-        """How many buckets of the step in flight have left."""
-        return len(self._departures.left)
+    # For other threads: numbers and names that the training thread writes anyway, no tensor and nothing of autograd's.
 
-    @property
-    def gauge(self) -> Gauge | None:
-        """Measures gradients on their way, where somebody wants to know."""
-        return self._departures.gauge
+    def progress(self) -> PassProgress:
+        """How far this replica has come."""
+        now, names, buckets = self._now, self.shared.names, list(self._queue.buckets.all)
+        num_launched = self._queue.num_launched
+        lacking: tuple[str, ...] = ()
+        if num_launched < len(buckets):
+            bucket = buckets[num_launched]
+            # What travels apart from buckets is noted there.
+            arrived = set(now.touched) if bucket.place in self._queue.buckets.unsent else ()
+            lacking = tuple(names[index] for index in bucket.lacking() if index not in arrived)
+        phase = PassPhase.BETWEEN
+        if now.pass_end is not None:
+            phase = PassPhase.BACKWARD
+        elif now.has_arrived or num_launched:
+            phase = PassPhase.REDUCING
+        elif now.is_expected:
+            phase = PassPhase.FORWARD if now.syncs else PassPhase.ACCUMULATING
+        return PassProgress(self.step, phase, num_launched, len(buckets), lacking)
 
-    @gauge.setter
-    def gauge(self, gauge: Gauge | None) -> None:
-        self._departures.gauge = gauge
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Of the parameters, by number."""
-        return self._names
-
-    def use_hook(self, hook: CommHook) -> None:
-        """Reduce buckets by `hook` from the next pass on."""
-        self._traffic.use_hook(hook)
-        self._buckets.is_due = True
-        if self._rows is not None:  # A hook is to see all gradients.
-            self._buckets.make_room_for(self._rows.active)
-            self._rows.retire(self._rows.active)
-            self._rows.adopt(())
-            self._rows = None
-
-    def forget(self) -> None:
-        """Drop what passes without communication have left here: they were only tried."""
-        self._touched.clear()
-        self._expects_pass = False
-
-    def release(self) -> None:
-        """Let go of the group; nothing can be reduced from here on."""
-        del self.group
-        self._placement.release()
+    def describe_bucket(self, place: int) -> tuple[int, tuple[str, ...]]:
+        """Bytes of the bucket launched as number `place` and its parameters' names; none if there is no such bucket."""
+        buckets = list(self._queue.buckets.all)
+        if not 0 <= place < len(buckets):
+            return 0, ()
+        return buckets[place].num_bytes, tuple(self.shared.names[index] for index in buckets[place].indices)
 
     # Before the backward pass
 
-    def before_forward(self, syncs: bool) -> None:
+    def before_forward(self, syncs: bool, weight: Weight | None) -> None:
         """Prepare for a backward pass over what this forward pass computes."""
         self._abandon_broken_pass()
-        self._syncs = syncs
-        self._expects_pass = True
-        self.weighing.see_batch(self._world.weight)
-        if not syncs:
-            self._silent.end(self)
-        self._arrivals.report_to(self)
+        if self._split is not None:
+            self._split.before_pass()
+        now = self._now
+        now.syncs, now.weight, now.is_expected = syncs, weight, True
+        self._hooks.attach()
+
+    @contextlib.contextmanager
+    def joining(self, mode: JoinMode) -> Iterator[None]:
+        """A block in which workers may run out of batches at different steps."""
+        self._join_mode = mode
+        try:
+            yield
+        finally:
+            self._join_mode = None
+
+    def trust_inputs(self) -> None:
+        """Do not look whether the workers train on different samples: the caller knows."""
+        self.inputs = None
+
+    def use_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Reduce buckets by a hook of the user's from the next pass on, which is to see all gradients."""
+        self._placement.reduction = HookReduction(state, hook, self.group)
+        self._queue.buckets.is_due = True
+
+    def forget(self) -> None:
+        """Drop what passes without communication have left here: they were only tried."""
+        self._now = StepState()
 
     def _prepare_buckets(self) -> None:
         """Lay buckets out anew where the order has changed."""
-        if self._buckets.is_due:
-            self._buckets.renew(tail_alone=self._traffic.has_hook)
-            self._notes = Notes(self._world, self._buckets.closing, len(self._params), len(self._buffers))
-            self._silent.is_due = True
-        if self._silent.is_due:
-            self._silent.choose(self)
+        if not self._queue.buckets.is_due:
+            return
+        reduction = self._placement.reduction
+        self._queue.buckets.renew(tail_alone=reduction.sends_tail_apart, num_lanes=reduction.num_lanes)
+        if isinstance(reduction, CodedReduction):
+            reduction.adopt(self._queue.buckets.all)
+        if self._split is not None:
+            self._split.adopt(self._queue.buckets.all)
+        shared = self.shared
+        self._notes = StepNotes(self._world, self._queue.buckets.closing, len(shared.params), len(shared.buffers))
 
     # The backward pass: begin and arrive
 
-    def begin(self) -> None:
-        """Called inside the backward pass before any of its gradients arrives; again without effect."""
+    def begin(self, weight: Weight | None) -> None:
+        """Called inside the backward pass before any of its gradients arrives, for every output that it comes to.
+
+        weight: of the batch that the output was computed from. The first one counts; others must be like it.
+        """
         self._abandon_broken_pass()
-        if self._armed is not None:
+        now = self._now
+        if self._under_way() is not None:
+            if not (self.grad_weight.is_explicit or weigh_alike(weight, now.weight, self._world.size)):
+                raise refuse_both(weight, now.weight)
             return
-        self._expects_pass = True
-        self.weighing.begin(self._world.weight, (self._params[index] for index in self._touched))
-        if not self._syncs:
+        now.is_expected, now.weight = True, weight
+        if self._split is not None:
+            self._split.before_pass()
+        self.grad_weight.begin(
+            in_force(self._world.accumulation.in_force, weight), (self.shared.params[index] for index in now.touched)
+        )
+        if not now.syncs:
+            self._under_way = self._at_end(lambda: None)
             return
-        self._prepare_buckets()
-        if self._silent.has_any():
-            # They were there before the pass, or nothing has told of it before they came: they are sent either way.
-            self._touched |= self._silent.found()
-            self._silent.end(self)
-        self._placement.begin()
-        self._placement.reduction.begin()
-        for bucket in self._buckets.all:
-            bucket.offer()
-        end = PassEnd(self.finish)
-        self._armed = weakref.ref(end)
-        if self._observed is None:
-            self.lender.open(self.step, self._armed)
-        end.queue()
-        self._is_heard = bool(self._world.events)
-        if self._is_heard:
+        self._open_step()
+        for bucket in self._queue.buckets.all:
+            bucket.mend_views()
+        self._under_way = now.pass_end = self._at_end(self.finish)
+        if self._world.events:
             self._world.events.emit(Kind.BACKWARD, self.step)
+
+    def _at_end(self, end: Callable[[], None]) -> "weakref.ref[Any]":
+        return call_at_end(end, self._world.replicas.pass_ends, self._number)
+
+    @property
+    def _split(self) -> SplitPlacement | None:
+        return self._placement if isinstance(self._placement, SplitPlacement) else None
+
+    def _open_step(self) -> None:
+        self._prepare_buckets()
+        if self._split is not None:
+            self._split.begin()
+        if isinstance(self._wire, ChoosingReduction):
+            self._wire.begin_pass()
+
+    @property
+    def _wire(self) -> WireReduction | None:
+        reduction = self._placement.reduction
+        return reduction.wire if isinstance(reduction, CodedReduction) else None
 
     def arrive(self, index: int, param: Tensor) -> None:
         """The gradient of parameter `index` is in `param.grad`: into its bucket, and full buckets away."""
-        if not self._expects_pass:
+        now = self._now
+        if not now.is_expected:
             return  # Another wrapper's pass, or the module was called by itself.
-        if not self._syncs:
-            self._touched.add(index)
+        if not now.syncs:
+            now.touched.add(index)
             return
-        if self._armed is None:
-            self.begin()
-        self._has_arrived = True
-        if self._observed is not None:
-            self._observed.append(index)
-        place = self._buckets.places[index]
-        if place is None or index in self._buckets.deferred or place[0].is_apart:
-            self._touched.add(index)
-            if place is None and index not in self._sparse and not self._is_in_rows(index):
-                self._extra.add(index)
+        if now.pass_end is None:
+            self.begin(now.weight)
+            now = self._now  # A broken pass may have come to its end there.
+        now.has_arrived = True
+        if self._placement.gathered is not None:
+            self._placement.gathered.look()
+        if not self.step:
+            now.observed.append(index)
+        place = self._queue.buckets.places[index]
+        if place is None or index in self._queue.buckets.deferred or place[0].place in self._queue.buckets.unsent:
+            now.touched.add(index)
+            if place is None and not self._travels_apart(index):
+                now.late.add(index)
             return
         bucket, slot = place
-        if bucket.is_launched:
-            self._extra.add(index)
+        if bucket.stage is not BucketStage.FILLING:
+            now.late.add(index)
             return
-        begun_ns = time.perf_counter_ns() if self._is_heard else 0
-        if bucket.waits[slot] or not self._traffic.vacate(bucket, self.step):
-            bucket.put_later(slot)
-        else:
-            bucket.put(slot, param, self.weighing.factor)
-        if bucket.is_ready():
-            if self._is_heard:
-                self._world.events.emit(Kind.FULL, self.step, bucket.place, bucket.num_bytes)
-            if self._partials is None or self._observed is None:  # Portions show themselves in the first step.
-                self._departures.launch_full(self.step)
+        begun_ns = time.perf_counter_ns() if self._world.events else 0
+        self._queue.put(bucket, slot)
+        if not bucket.num_missing and (self.step or not self._queue.has_one_order):
+            # Gradients that come in portions show themselves in the first step.
+            self._queue.launch_full()
         if begun_ns:
-            self._spent_ns += time.perf_counter_ns() - begun_ns
+            now.spent_ns += time.perf_counter_ns() - begun_ns
 
-    def hear_all(self) -> None:
-        """Nothing will tell of the next pass before its gradients do: let each of them."""
-        self._silent.end(self)
+    def _travels_apart(self, index: int) -> bool:
+        """Whether the gradient of a parameter that has no bucket is sent otherwise."""
+        return index in self.shared.sparse_params
 
-    def _is_in_rows(self, index: int) -> bool:
-        return self._rows is not None and index in self._rows.active
-
-    # The backward pass: finish
+    # The end of a step
 
     def finish(self) -> None:
-        """The backward pass has ended: send the rest, wait, hand out. Called by the engine."""
-        self._disarm()
-        if self._has_arrived or any(bucket.has_any() for bucket in self._buckets.all):
-            self._finish()
-        else:  # The pass reached no parameter, as torch.autograd.grad for inputs.
-            for bucket in self._buckets.all:
-                bucket.withdraw()
-
-    def _disarm(self) -> None:
-        self._armed = None
-        self.lender.close()
-
-    def finish_without_pass(self) -> None:
-        """End a step in which this worker's last shard has no samples."""
-        self._prepare_buckets()
-        self._placement.begin()
-        self._finish()
-
-    def _finish(self) -> None:
+        """The backward pass has ended: send the rest, wait, hand out. Called by autograd's engine."""
+        now, weight = self._now, self.grad_weight
+        now.pass_end = None
+        if not now.has_arrived:  # The pass reached no parameter, as torch.autograd.grad for inputs.
+            if self._placement.gathered is not None:
+                self._placement.gathered.end_pass()
+            return
         if self._world.events:
-            self._traffic.tell_arrivals(self._departures.left, self.step)
-            self._world.events.emit(Kind.WAITING, self.step, spent_ns=self._spent_ns)
+            self._queue.tell_arrivals()
+            self._world.events.emit(Kind.WAITING, self.step, spent_ns=now.spent_ns)
         try:
-            self._look_for_late_ones()
-            for bucket in self._departures.staying:
-                self._traffic.vacate(bucket, self.step)
-                if not bucket.is_apart:
-                    bucket.fill_missing(self.weighing.factor)
-                if bucket is not self._buckets.closing:
-                    self._departures.launch(bucket, self.step, is_over=True)
-            if self._rows is not None:
-                self._extra |= self._rows.unknown()
             self._notes.write(
-                self.weighing.counted,
-                unused=arrivals.missing(self._buckets, self._touched),
-                changed=self._buffers.changed(),
-                explicit=self.weighing.is_explicit,
-                extra=bool(self._extra),
+                weight.counted,
+                self._queue.buckets.missing(now.touched),
+                self.shared.buffers.changed(),
+                explicit=weight.is_explicit,
+                extra=bool(now.late),
             )
-            self._close(is_active=True)
+            self._queue.exchange(self._notes, fills=True)
+            self._conclude(is_active=True)
         finally:
             self._reset()
         if self._world.events:
             self._world.events.emit(Kind.SYNCED, self.step - 1)
 
-    def _look_for_late_ones(self) -> None:
-        """Find gradients that came without a word when they were not expected any more."""
-        late = {index for bucket in self._departures.left for index in bucket.late()}
-        others = self._departures.staying[:-1]
-        self._extra |= late
-        self._is_disordered = bool(late) or any(bucket.is_held_up and bucket.take_silent() for bucket in others)
+    def finish_without_pass(self) -> None:
+        """End a step in which this worker's last shard has no samples."""
+        if self._split is not None:
+            self._split.before_pass()
+        self._open_step()
+        self._now.has_arrived = True
+        self.finish()
 
     def shadow(self) -> int:
         """Take part in a step with nothing to add; returns how many workers had something."""
         self._prepare_buckets()
-        self.weighing.withdraw()
-        for bucket in self._buckets.all:
+        self.grad_weight.withdraw()
+        for bucket in self._queue.buckets.all:
             bucket.flat.zero_()
         try:
-            self._notes.write(0.0, unused=(), changed=(), explicit=False, active=False)
-            return self._close(is_active=False)
+            self._notes.write(0.0, active=False)
+            self._queue.exchange(self._notes)
+            self._conclude(is_active=False)
+            return self._notes.num_active
         finally:
             self._reset()
 
     def _abandon_broken_pass(self) -> None:
-        """Make a step void whose backward pass failed here, so that nobody waits for it or uses it."""
-        if self._armed is not None and self._armed() is None:
+        """Make a step void whose backward pass failed here, so that no worker waits for it or uses it."""
+        end = self._now.pass_end
+        if end is not None and end() is None:
             self.abandon()
 
     def abandon(self) -> None:
         """Make the step in flight void on all workers: this one cannot do its part."""
-        self._disarm()
+        self._now.pass_end = None
         self._prepare_buckets()
         try:
-            for bucket in self._departures.staying:
-                bucket.take_silent()
-            self._placement.abandon()
-            self._notes.write(0.0, unused=(), changed=(), explicit=False, void=True)
-            self._departures.exchange(self._notes, self.step)
-            self._world.gather(True)  # The others ask who it was: see `Sums.settle`.
+            self._notes.write(0.0, void=True)
+            self._queue.exchange(self._notes)
+            self._world.gather_json(True)  # The others ask who it was: see StepNotes.require_valid.
         finally:
             self._reset()
 
-    def _close(self, *, is_active: bool) -> int:
-        """Send what is left, wait for everything, hand it out; returns how many workers had a batch."""
-        self._departures.exchange(self._notes, self.step)
-        self._sums.settle(self._notes, self.step, is_active=is_active)
-        num_active = self._notes.num_active
-        gauge = self.gauge
-        self._sums.hand_out(
-            self._notes,
-            self.step,
-            self.group,
-            touched=self._touched,
-            late=self._extra,
-            see_rows=gauge.see_rows if gauge is not None and gauge.is_due(self.step) else None,
-            is_active=is_active,
-        )
-        self._is_handed_out = True
-        if gauge is not None:
-            gauge.see_sums(self.step, self._buckets.all)
-        if self._observed is not None:
-            order = self._world.broadcast(self._observed)
-            arrivals.learn_order(self._buckets, order, has_one_order=self._has_one_order)
-            self._silent.expect(order)
-            self._observed = None
-            self._learn_rows()
-        self._placement.reduction.end()
-        self.step += 1
-        return num_active
+    def _conclude(self, *, is_active: bool) -> None:
+        """Let all be what the workers agreed on, if the step counts; one without a batch keeps its gradients."""
+        self._notes.require_valid(self.step)
+        self._divide(is_active=is_active)
+        self._hand_out(is_active=is_active)
+        if self.observer is not None:
+            self.observer.see_sums(self.step, self.buckets)
+        if not self.step:
+            self._learn_order(self._world.gather_json(self._now.observed)[0])
+        if self.inputs is not None and not self.inputs.compare():
+            self.inputs = None
+        if isinstance(self._wire, ChoosingReduction):
+            self._wire.end_pass()
+        self._queue.step += 1
 
-    def _learn_rows(self) -> None:
-        if self._rows is not None:
-            apart = self._world.broadcast(self._rows.learnt())
-            self._rows.adopt(apart)
-            self._buckets.leave_out(apart)
+    def _divide(self, *, is_active: bool) -> None:
+        """Divide the sums by the weight that turned out, where it was not known before."""
+        notes, weight, buckets, mode = self._notes, self.grad_weight, self._queue.buckets, self._join_mode
+        if mode is not None and mode.stops and is_active and notes.num_active < self._world.size:
+            raise UsageError(f"worker {self._world.rank}: another worker ran out of batches before this one.")
+        weight.settle(notes.counted, is_explicit=notes.is_explicit, is_uneven=mode is not None and mode.is_uneven)
+        if weight.divisor is not None:
+            sent = [bucket for bucket in buckets.all if bucket.place not in buckets.unsent]
+            self._placement.divide(sent, weight.divisor)
+            if notes.is_explicit and self._wire is not None:
+                self._wire.rescale(weight.divisor)
+
+    def _hand_out(self, *, is_active: bool) -> None:
+        """Let parameters have their gradients, also those that travel apart; and buffers the values that count."""
+        notes, buckets = self._notes, self._queue.buckets
+        changed, used = notes.changed(), notes.used()
+        extras = self._reduce_late(self._late_anywhere(used, is_active=is_active)) if notes.has_extra else {}
+        self._exchange_apart(used, is_active=is_active)
+        if is_active:
+            has_grad = [any_used or index in self._now.touched for index, any_used in enumerate(used)]
+            self._placement.hand_out(buckets.all, has_grad)
+            for index, extra in extras.items():
+                self._placement.add(self.shared.params[index], index, buckets.places[index] is not None, extra)
+            if self._split is not None:
+                self._split.agree_on_overflow()
+        if changed:
+            self.shared.buffers.sync(changed, self._first_with_batch(is_active=is_active), self.group)
+
+    def _first_with_batch(self, *, is_active: bool) -> int:
+        """The worker whose buffers count: the first, or the first that still has batches."""
+        if self._join_mode is None:
+            return 0
+        mine = torch.tensor(self._world.rank if is_active else self._world.size)
+        least = partial(dist.all_reduce, mine, dist.ReduceOp.MIN, group=self._world.host_group, async_op=True)
+        finish(least, self._world, mine.device, "choosing whose buffers count")
+        return int(mine) % self._world.size
+
+    def _late_anywhere(self, used: Sequence[bool], *, is_active: bool) -> list[int]:
+        """Parameters whose gradients no bucket took on some worker; the same on all."""
+        return sorted(set().union(*self._world.gather_json(sorted(self._now.late))))
+
+    def _reduce_late(self, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Reduce, now, what no bucket took; from the next pass on it has a place in the plan."""
+        if self._queue.has_one_order:
+            raise self._came_in_portions(indices)
+        weight, late = self.grad_weight, self._now.late
+        reduced: dict[int, Tensor] = {}
+        for bucket in self._queue.buckets.temporary(indices):
+            for number, index in enumerate(bucket.indices):
+                if index in late:
+                    bucket.put(number, weight.factor)
+                reduced[index] = bucket.views[number]
+            bucket.launch(lambda each: dist.all_reduce(each.flat, group=self.group, async_op=True))
+            bucket.wait(self._world, self._queue.words(bucket))
+            if weight.divisor is not None:
+                bucket.flat_grads.div_(weight.divisor)
+        self._queue.buckets.make_room_for(indices)
+        return reduced
+
+    def _came_in_portions(self, indices: Sequence[int]) -> UsageError:
+        names = ", ".join(repr(self.shared.names[index]) for index in indices[:3])
+        return UsageError(
+            f"worker {self._world.rank}: the gradient of {names} came in portions in step {self.step}, and not in the "
+            "first step, so it cannot be added in the order that gives the same bits on any number of workers. Use "
+            "torch.utils.checkpoint with use_reentrant=False."
+        )
+
+    def _exchange_apart(self, used: Sequence[bool], *, is_active: bool) -> None:
+        """Exchange gradients that travel apart from buckets."""
+        weight = self.grad_weight
+        for index in sorted(self.shared.sparse_params):
+            if used[index]:
+                param = self.shared.params[index]
+                total = sparse.exchange(param, weight.factor, self._world, self.group)
+                if is_active:
+                    param.grad = total if weight.divisor is None else total / weight.divisor
+
+    def _learn_order(self, observed: Sequence[int]) -> None:
+        """After the first step: expect gradients in the order in which worker 0 saw them.
+
+        Where all is added in one order, those that came in portions are sent at the end of a pass from now on.
+        """
+        self._queue.buckets.expect(observed)
+        in_portions = [index for index, count in Counter(observed).items() if count > 1]
+        if self._queue.has_one_order and in_portions:
+            self._queue.buckets.make_room_for(in_portions)
 
     def _reset(self) -> None:
-        if not self._is_handed_out:
-            self._drop()
-        self._is_handed_out = False
-        for bucket in self._buckets.all:
-            self._silent.is_due |= self.lender.learn_from(bucket)
-            bucket.reset()
-        self._departures.reset()
-        self._spent_ns = 0
-        self._has_arrived = False
-        self._expects_pass = False
-        self._touched.clear()
-        self._extra.clear()
-        self._traffic.reset()
-        if self._is_disordered:
-            self._silent.end(self)
-        if self._partials is not None:
-            self._partials.clear()
-        if self._rows is not None:
-            self._rows.forget()
+        """The step has come to its end, or to nothing."""
+        self._queue.reset()
+        self._now = StepState()
 
-    def _drop(self) -> None:
-        """The step is void: what of its gradients is not in buckets goes the way of those that are."""
-        for bucket in self._buckets.all:
-            bucket.withdraw()
-        for index in self._rows.active if self._rows is not None else ():
-            self._params[index].grad = None
+    def release(self) -> None:
+        """Let go of the group; nothing can be reduced from here on."""
+        self._hooks.detach()
+        del self.group
+        self._placement.release()

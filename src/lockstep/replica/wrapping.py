@@ -1,20 +1,59 @@
-"""What is asked of a model and of the arguments when it is wrapped."""
+"""What was asked for when a model is wrapped, and whether it can be had."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.replica import agreement, layout
-from lockstep.replica.batch_norm import SyncBatchNorm
-from lockstep.replica.layout import Granularity
+from lockstep.replica.layout import overlaps
+from lockstep.replica.precision import Precision
+from lockstep.wire import Auto, Wire
+from lockstep.wire.auto import require_wire
 from lockstep.world import World, join
 
+STAGES = (0, 1, 2, 3)
 
-def require_module(module: object) -> None:
-    """Raise UsageError unless this is a module that can be wrapped."""
+
+@dataclass(frozen=True, slots=True)
+class WrapOptions:
+    """What the user asked for, as far as it decides what a wrapped model is made of: see DataParallel."""
+
+    init_sync: bool
+    starts_buffers_equal: bool
+    """Whether all start from worker 0's buffers as well."""
+    keeps_buffers_equal: bool
+    """Whether buffers that some worker changed are sent after a step."""
+    bucket_cap_mb: float | None
+    optimizer: torch.optim.Optimizer | None
+    zero: int
+    blocks: Sequence[str | type[nn.Module]] | None
+    precision: Precision | None
+    wire: Wire | Auto | Literal["auto"] | None
+    reduces: bool
+
+    def check(self, module: nn.Module) -> None:
+        """Raise UsageError unless `module` can be wrapped as asked."""
+        _require_module(module)
+        _require_stage(self.zero, self.optimizer, self.precision, module)
+        require_wire(self.wire)
+        cap_mb = self.bucket_cap_mb
+        is_number = isinstance(cap_mb, int | float) and not isinstance(cap_mb, bool)
+        if cap_mb is not None and not (is_number and 0 < cap_mb < math.inf):
+            raise UsageError(f"bucket_cap_mb={cap_mb!r}: a bucket must have a size, in megabytes, above 0.")
+        without_memory = [name for name, param in module.named_parameters() if param.is_meta]
+        if without_memory and not self.zero:
+            raise UsageError(
+                f"{without_memory[0]!r} is on the meta device: give it memory with module.to_empty(device=...), or "
+                "split the model with zero=3, which makes it part by part."
+            )
+
+
+def _require_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(f"DataParallel takes a torch.nn.Module, got {type(module).__name__}.")
     if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "require_backward_grad_sync"):
@@ -22,16 +61,31 @@ def require_module(module: object) -> None:
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UsageError(f"{name!r} has no shape yet: run a forward pass of the lazy module before wrapping it.")
-
-
-def require_memory(module: nn.Module) -> None:
-    """Raise UsageError if a parameter has none."""
-    for name, param in module.named_parameters():
-        if param.is_meta:
+        if overlaps(param):
             raise UsageError(
-                f"{name!r} is on the meta device: give it memory with module.to_empty(device=...), or split the model "
-                "with zero=3, which makes it part by part."
+                f"{name!r} has elements that share memory (shape {list(param.shape)}, strides {list(param.stride())}, "
+                "as expand() makes them), so they cannot be updated one by one. Make it of tensor.clone(), or expand "
+                "a smaller parameter in the forward pass."
             )
+
+
+def _require_stage(zero: object, optimizer: object, precision: object, module: nn.Module) -> None:
+    if precision is not None and not isinstance(precision, Precision):
+        raise UsageError(f"precision must be a lockstep.Precision, got {type(precision).__name__}.")
+    if precision is not None and not zero:
+        raise UsageError("precision keeps master weights with the optimizer: give DataParallel zero=1, 2 or 3 as well.")
+    if zero not in STAGES or isinstance(zero, bool):
+        raise UsageError(f"zero={zero!r}: the stages are 0 (nothing split), 1, 2 and 3.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    held = {param for group in optimizer.param_groups for param in group["params"]} if optimizer is not None else set()
+    if optimizer is not None and not zero and held.isdisjoint(module.parameters()):
+        raise UsageError(
+            f"this {type(optimizer).__name__} has no parameter of this model, so its steps would not train it. Make it "
+            "from the parameters of the model that is wrapped, after it was moved or converted."
+        )
+    if zero and optimizer is None:
+        raise UsageError(f"zero={zero} splits the optimizer over the workers: DataParallel(net, optimizer=optimizer).")
 
 
 def world_of(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> World:
@@ -48,83 +102,19 @@ def world_of(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> W
 
 def input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
     """Where inputs are moved, if anywhere."""
+    if device_ids is None:
+        return None
+    if not isinstance(device_ids, Sequence) or isinstance(device_ids, str) or len(device_ids) > 1:
+        raise UsageError(f"device_ids must be a list of one device, got {device_ids!r}: one worker drives one device.")
     if not device_ids:
         return None
-    if len(device_ids) != 1:
-        raise UsageError(f"device_ids must name one device, got {list(device_ids)}: one worker drives one device.")
-    device = device_ids[0]
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
-def contents(module: nn.Module) -> tuple[list[str], list[nn.Parameter], list[tuple[nn.Module, str]]]:
-    """Names, parameters, and where each buffer lives; without those that torch's users had DDP ignore."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    named = [(name, param) for name, param in module.named_parameters() if name not in ignored]
-    owners = []
-    seen: set[int] = set()
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            full_name = f"{prefix}.{name}" if prefix else name
-            if buffer is not None and id(buffer) not in seen and full_name not in ignored:
-                seen.add(id(buffer))
-                owners.append((owner, name))
-    return [name for name, _ in named], [param for _, param in named], owners
-
-
-def is_equal_anyway(owner: nn.Module, _name: str) -> bool:
-    """Whether every worker computes the same values for the buffer by itself."""
-    return isinstance(owner, SyncBatchNorm) and owner.process_group is None
-
-
-def start_equal(
-    world: World,
-    names: Sequence[str],
-    params: Sequence[nn.Parameter],
-    owners: Sequence[tuple[nn.Module, str]],
-    *,
-    with_buffers: bool,
-) -> None:
-    """Raise ModelMismatch where models differ; set weights and buffers to worker 0's."""
-    assert world.group is not None
-    buffers = [owner._buffers[name] for owner, name in owners] if with_buffers else []
-    agreement.require_same(world, agreement.describe(zip(names, params, strict=True)), "parameter")
-    known = [(name, buffer) for (_, name), buffer in zip(owners, buffers, strict=False) if buffer is not None]
-    agreement.require_same(world, agreement.describe(known), "buffer")
-    there = [tensor for tensor in (*params, *(buffer for _, buffer in known)) if not tensor.is_meta]
-    with torch.no_grad():
-        agreement.broadcast(there, world, 0, world.group)
-
-
-def trained_anywhere(world: World, params: Sequence[nn.Parameter]) -> list[int]:
-    """Parameters that need a gradient on some worker: all workers must lay out the same buckets."""
-    mine = [index for index, param in enumerate(params) if param.requires_grad]
-    return sorted(set().union(*world.gather(mine)))
-
-
-def sparse_params(module: nn.Module, params: Sequence[nn.Parameter]) -> frozenset[int]:
-    """Parameters whose gradients will be sparse."""
-    weights = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
-    return frozenset(index for index, param in enumerate(params) if id(param) in weights)
-
-
-def granularity(
-    world: World,
-    device: torch.device,
-    cap_mb: float | None,
-    *,
-    wire: object = None,
-    zero: int = 0,
-) -> Granularity:
-    """What fits the way that buckets travel; the user's cap counts where there is one."""
-    is_coded = wire is not None and device.type == "cuda"
-    # Within a host a message costs more than what a smaller one would hide.
-    share = layout.ALL_OF_REST if world.peers.are_on_one_host or is_coded else layout.SHARE_OF_REST
-    if cap_mb is None:
-        cap_mb = getattr(wire, "bucket_mb", None) if is_coded else None
-    if cap_mb is not None:
-        if cap_mb <= 0:
-            raise UsageError(f"bucket_cap_mb={cap_mb}: a bucket must have a size.")
-        return Granularity(int(cap_mb * (1 << 20)), share)
-    if device.type == "cuda" and wire is None and not zero:
-        return Granularity(layout.LARGE_BUCKET_BYTES, max(share, layout.HALF_OF_REST), growth=layout.GROWTH)
-    return Granularity(share_of_rest=share)
+    try:
+        device = torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device_ids={device_ids!r} names no device of torch's: {error}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device_ids={device_ids!r}: this worker sees {torch.cuda.device_count()} GPUs. Use [world.device], or "
+            "leave it out and call net.to(world.device)."
+        )
+    return device

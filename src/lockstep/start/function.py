@@ -4,6 +4,7 @@ Phases: choose how to start; start; watch and receive; end; return the results o
 """
 
 import contextlib
+import functools
 import multiprocessing.connection
 import os
 import pickle
@@ -11,20 +12,25 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+from lockstep.environment import shows_all_frames
 from lockstep.errors import LaunchError, UsageError, WorkerFailed, WorkerLost
 from lockstep.start import host
-from lockstep.start.call import Call
-from lockstep.start.failure import Failure, first
-from lockstep.start.forked import Forked
-from lockstep.start.fresh import Fresh, NotImportable, is_loading
-from lockstep.start.meeting import Meeting
-from lockstep.start.report import Inbox, Kind, Raised
-from lockstep.start.supervisor import Supervisor
-from lockstep.start.variables import refuse_nesting, variables
-from lockstep.start.warden import Warden
-from lockstep.start.worker import Worker
+from lockstep.start.call import (
+    ForkStarter,
+    FreshStarter,
+    FunctionCall,
+    Inbox,
+    NotImportable,
+    Raised,
+    ReportKind,
+    is_loading,
+)
+from lockstep.start.elastic import LOOK_S, Elastic, ElasticWorkers
+from lockstep.start.failure import Failure, first, fold
+from lockstep.start.process import Warden, Worker
+from lockstep.start.supervisor import NOTICE, Rendezvous, Supervisor
 
 Result = TypeVar("Result")
 
@@ -37,12 +43,14 @@ def launch(
     *,
     threads: int | None = None,
     timeout: timedelta | float | None = None,
+    elastic: bool | Elastic = False,
 ) -> list[Result]:
     """Run `fn(*args, **kwargs)` on `workers` workers of this host; returns their results, by rank.
 
     workers: defaults to one per GPU, or one per core where there is no GPU.
     threads: compute threads per worker; by default the cores are shared out, unless OMP_NUM_THREADS is set.
     timeout: seconds, or a timedelta, after which workers that have not returned are ended and WorkerLost is raised.
+    elastic: True, or `lockstep.Elastic(min=2, max=8)`, for training with `lockstep.Trainer` that outlives its workers.
 
     Inside `fn`, `lockstep.join()` gives the world of these workers. If one fails, the others are ended within seconds
     and its exception is raised here as itself, the worker's traceback in a note; WorkerFailed if it cannot be brought
@@ -52,150 +60,218 @@ def launch(
     that call must stand under `if __name__ == "__main__":`. Any other (notebook, lambda, closure, unpicklable
     arguments) runs in forks of this process, with one compute thread each, and cannot use CUDA if this process has.
     Workers write to this process's stdout. Results travel as pickles: return tensors of the CPU, not of a GPU.
+
+    An elastic run goes on without a worker that fails, is killed or falls silent, from the step in flight, and starts
+    another in its place, which calls `fn` from its beginning and is let in at its trainer's next step. The results are
+    those of the workers that are there at the end, by their rank then: fewer than `workers` if some had no replacement
+    yet. Where none is left, or `fn` trains without a Trainer, all call `fn` anew: have it load its checkpoint. What
+    ended the run is raised: when `max_restarts` are used up, when the same call fails on two workers one after the
+    other, when all workers raise, when the same error has ended three, and when one is lost after others have returned.
+    See docs/elastic.md.
     """
     if is_loading():
         raise LaunchError(
             "lockstep.launch was called while a worker was importing the script that calls it; each worker would start "
             'workers. Put the call under `if __name__ == "__main__":`.'
         )
-    refuse_nesting(os.environ)
+    host.refuse_nesting(os.environ)
     size = host.num_workers(workers)
-    call = _checked(fn, args, kwargs)
-    crew = _Crew(size, _deadline(timeout))
+    host.require_file_handles(size)
+    call, deadline = _checked(fn, args, kwargs), _deadline(timeout)
     num_threads = host.num_threads(threads, size, os.environ)
-    return crew.run(_starter(call, threads), num_threads)
+    if elastic is not False:
+        outcome = _run_elastic(_starter(call, threads), size, num_threads, deadline, _limits(elastic, size))
+    else:
+        outcome = _run(_starter(call, threads), size, num_threads, deadline)
+    if isinstance(outcome, BaseException):
+        raise outcome from None  # Here, so that of our own frames the traceback shows this one.
+    return outcome
 
 
-def _checked(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Call:
+def _checked(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> FunctionCall:
     if not callable(fn):
         raise UsageError(f"launch({fn!r}): the first argument must be a function that every worker calls.")
     if not isinstance(args, (tuple, list)):
         raise UsageError(f"launch(args={args!r}): must be a tuple. For a single argument: args=(value,).")
-    return Call(fn, tuple(args), dict(kwargs or {}))
+    return functools.partial(fn, *args, **(kwargs or {}))
+
+
+def _limits(elastic: bool | Elastic, size: int) -> Elastic:
+    if not isinstance(elastic, bool | Elastic):
+        raise UsageError(f"launch(elastic={elastic!r}): must be True, False or a lockstep.Elastic.")
+    limits = elastic if isinstance(elastic, Elastic) else Elastic()
+    limits.check(size)
+    return limits
 
 
 def _deadline(timeout: timedelta | float | None) -> float:
     if timeout is None:
         return float("inf")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if seconds <= 0:
+    if not seconds > 0:  # Nor may it be not a number.
         raise UsageError(f"launch(timeout={timeout!r}): a deadline must lie in the future.")
     return time.monotonic() + seconds
 
 
-def _starter(call: Call, threads: int | None) -> Fresh | Forked:
+def _starter(call: FunctionCall, threads: int | None) -> FreshStarter | ForkStarter:
     try:
-        return Fresh(call)
+        return FreshStarter(call)
     except NotImportable as reason:
-        return Forked(call, threads, str(reason))
+        return ForkStarter(call, threads, str(reason))
 
 
-class _Crew:
-    """The workers of one launch and what they have reported."""
+def _run(
+    starter: FreshStarter | ForkStarter, size: int, num_threads: int | None, deadline: float
+) -> list[Any] | BaseException:
+    """Start, watch, end; then the results, or the first failure as what is to be raised."""
+    inboxes: list[Inbox] = []
 
-    def __init__(self, size: int, deadline: float) -> None:
-        self._size = size
-        self._deadline = deadline
-        self._workers: list[Worker] = []
-        self._inboxes: list[Inbox] = []
-        self._reported_at: dict[int, float] = {}
-
-    def run(self, starter: Fresh | Forked, num_threads: int | None) -> list[Any]:
-        """Start, watch, end; then the results, or the first failure."""
-        with contextlib.closing(starter), Meeting() as meeting, Warden() as warden:
-            supervisor = Supervisor(
-                self._workers, attend=lambda seconds: self._attend(meeting, seconds), is_over=self._is_over
-            )
-            try:
-                for rank in range(self._size):
-                    self._start(starter, rank, num_threads, meeting, warden)
-                supervisor.watch()
-            except BaseException as error:
-                supervisor.end(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
-                raise
-            finally:
-                supervisor.kill()
-                self._receive()
-                for inbox in self._inboxes:
-                    inbox.close()
-        failure = first(self._failures())
-        if failure is not None:
-            self._raise(failure)
-        return [self._result(inbox) for inbox in self._inboxes]
-
-    def _start(
-        self, starter: Fresh | Forked, rank: int, num_threads: int | None, meeting: Meeting, warden: Warden
-    ) -> None:
-        added = variables(os.environ, rank=rank, size=self._size, port=meeting.port, num_threads=num_threads)
-        inbox_fd, outbox_fd = os.pipe()
-        self._inboxes.append(Inbox(rank, inbox_fd))
-        try:
-            self._workers.append(starter.start(rank, added, outbox_fd, meeting, warden))
-        finally:
-            os.close(outbox_fd)
-
-    def _attend(self, meeting: Meeting, seconds: float) -> None:
-        meeting.attend()
-        waiting = [inbox.fd for inbox in self._inboxes if inbox.is_open]
-        multiprocessing.connection.wait(waiting, seconds)
-        self._receive()
-        if time.monotonic() > self._deadline:
-            self._raise_late()
-
-    def _receive(self) -> None:
-        for inbox in self._inboxes:
+    def attend(seconds: float) -> bool:
+        multiprocessing.connection.wait([inbox.fd for inbox in inboxes if inbox.is_open], seconds)
+        for inbox in inboxes:
             inbox.receive()
-            if inbox.is_complete:
-                self._reported_at.setdefault(inbox.rank, time.monotonic())
+        if time.monotonic() > deadline:
+            raise _late(inboxes)
+        return True
 
-    def _is_over(self) -> bool:
-        """Whether somebody has failed, or ended without a word, or everybody has reported a result."""
-        kinds = [inbox.kind for inbox in self._inboxes]
-        is_silent = any(
-            worker.code is not None and kind is None for worker, kind in zip(self._workers, kinds, strict=True)
-        )
-        return is_silent or any(kind not in (None, Kind.RETURNED) for kind in kinds) or None not in kinds
-
-    def _failures(self) -> list[Failure]:
-        failures = []
-        for worker, inbox in zip(self._workers, self._inboxes, strict=True):
-            if inbox.kind in (Kind.RAISED, Kind.NOT_LOADED):
-                raised: Raised = inbox.open_report()
-                failures.append(Failure(worker.rank, self._reported_at[worker.rank], 1, raised.trace))
-            elif inbox.kind is None and worker.code is not None and not worker.was_told_to_end:
-                failures.append(Failure(worker.rank, worker.ended_at, worker.code))
-        return failures
-
-    def _raise(self, failure: Failure) -> NoReturn:
-        rank = failure.rank
-        inbox = self._inboxes[rank]
-        if inbox.kind is Kind.RAISED:
-            raise _original(rank, inbox.open_report()) from None
-        if inbox.kind is Kind.NOT_LOADED:
-            raise _not_loaded(rank, inbox.open_report()) from None
-        if failure.code < 0:
-            raise WorkerLost(f"worker {rank} was {failure}. The other workers were ended.", (rank,))
-        raise WorkerFailed(
-            f"worker {rank} ended with {failure} and without a result: something in it ended the process directly. "
-            "Its output says more, if anything does."
-        )
-
-    def _raise_late(self) -> NoReturn:
-        late = tuple(inbox.rank for inbox in self._inboxes if not inbox.is_complete)
-        raise WorkerLost(
-            f"launch: the timeout passed and worker(s) {', '.join(map(str, late))} had not returned; all were ended. "
-            "Give launch() a longer timeout, or find out what they wait for.",
-            late,
-        )
-
-    def _result(self, inbox: Inbox) -> Any:
+    with (
+        contextlib.closing(starter),
+        contextlib.closing(Rendezvous()) as rendezvous,
+        contextlib.closing(Warden()) as warden,
+    ):
+        supervisor = Supervisor(size, num_threads, rendezvous, warden)
         try:
-            return inbox.open_report()
-        except Exception as error:
-            raise WorkerFailed(
-                f"worker {inbox.rank} returned something that cannot be unpickled here: {error!r}. "
-                "Return numbers, strings, tensors, or containers of them."
-            ) from error
+            for rank in range(size):
+                inboxes.append(_start(starter, rank, supervisor, supervisor.variables(rank)))
+            supervisor.watch(attend, lambda: _is_over(supervisor.workers, inboxes))
+        except BaseException as error:
+            supervisor.end(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            raise
+        finally:
+            supervisor.kill()
+            for inbox in inboxes:
+                inbox.receive()
+                inbox.close()
+    failure = first(_failures(supervisor.workers, inboxes))
+    return [_result(inbox) for inbox in inboxes] if failure is None else _error(failure, inboxes[failure.rank])
+
+
+def _start(
+    starter: FreshStarter | ForkStarter, number: int, supervisor: Supervisor, variables: Mapping[str, str]
+) -> Inbox:
+    """Start the next worker; returns where its report comes in."""
+    inbox_fd, outbox_fd = os.pipe()
+    inbox = Inbox(number, inbox_fd)
+    try:
+        starter.start(number, outbox_fd, supervisor, variables)
+    finally:
+        os.close(outbox_fd)
+    return inbox
+
+
+def _run_elastic(
+    starter: FreshStarter | ForkStarter, size: int, num_threads: int | None, deadline: float, limits: Elastic
+) -> list[Any] | BaseException:
+    """As `_run`, but workers come and go; results and failures are those of the last generation's members."""
+    inboxes: list[Inbox] = []
+
+    def start(slot: int) -> None:
+        member = len(inboxes)
+        inboxes.append(_start(starter, member, supervisor, supervisor.variables(slot, member=member)))
+
+    def last_words(member: int) -> str:
+        inboxes[member].receive()
+        return inboxes[member].open_report().trace if inboxes[member].kind is ReportKind.RAISED else ""
+
+    with (
+        contextlib.closing(starter),
+        contextlib.closing(Rendezvous()) as rendezvous,
+        contextlib.closing(Warden()) as warden,
+    ):
+        supervisor = Supervisor(limits.max or size, num_threads, rendezvous, warden)
+        give_up = float("inf")
+        try:
+            with contextlib.closing(ElasticWorkers(supervisor, limits, start, size, last_words)) as workers:
+                while workers.attend():
+                    workers.wait(LOOK_S)
+                    for inbox in inboxes:
+                        inbox.receive()
+                    if time.monotonic() > deadline:
+                        raise _late([inboxes[worker.rank] for worker in workers.running])
+                    if give_up == float("inf") and _have_returned(workers, inboxes):
+                        give_up = time.monotonic() + NOTICE.total_seconds()
+                    if time.monotonic() > give_up:
+                        break  # What runs at the exit of one does not end.
+        except BaseException as error:
+            supervisor.end(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            raise
+        finally:
+            supervisor.kill()
+            for inbox in inboxes:
+                inbox.receive()
+                inbox.close()
+    members = workers.culprits or workers.last_members
+    failure = first(each for each in _failures(supervisor.workers, inboxes) if each.rank in members)
+    if failure is not None:
+        return _error(failure, inboxes[failure.rank])
+    return [_result(inboxes[member]) for member in members if inboxes[member].is_complete]
+
+
+def _have_returned(workers: ElasticWorkers, inboxes: Sequence[Inbox]) -> bool:
+    members = workers.coordinator.members
+    return bool(members) and all(inboxes[member].kind is ReportKind.RETURNED for member in members)
+
+
+def _is_over(workers: Sequence[Worker], inboxes: Sequence[Inbox]) -> bool:
+    """Whether somebody has failed, or ended without a report, or everybody has reported a result."""
+    kinds = [inbox.kind for inbox in inboxes]
+    has_no_report = any(worker.code is not None and kind is None for worker, kind in zip(workers, kinds, strict=True))
+    return has_no_report or any(kind not in (None, ReportKind.RETURNED) for kind in kinds) or None not in kinds
+
+
+def _failures(workers: Sequence[Worker], inboxes: Sequence[Inbox]) -> list[Failure]:
+    failures = []
+    for worker, inbox in zip(workers, inboxes, strict=True):
+        if inbox.kind in (ReportKind.RAISED, ReportKind.NOT_LOADED):
+            raised: Raised = inbox.open_report()
+            failures.append(Failure(worker.rank, inbox.arrived_at, 1, raised.trace))
+        elif inbox.kind is None and worker.code is not None and not worker.was_told_to_end:
+            failures.append(Failure(worker.rank, worker.ended_at, worker.code))
+    return failures
+
+
+def _result(inbox: Inbox) -> Any:
+    try:
+        return inbox.open_report()
+    except Exception as error:
+        raise WorkerFailed(
+            f"worker {inbox.rank} returned something that cannot be unpickled here: {error!r}. "
+            "Return numbers, strings, tensors, or containers of them."
+        ) from error
+
+
+def _late(inboxes: Sequence[Inbox]) -> WorkerLost:
+    late = tuple(inbox.rank for inbox in inboxes if not inbox.is_complete)
+    return WorkerLost(
+        f"launch: the timeout passed and worker(s) {', '.join(map(str, late))} had not returned; all were ended. "
+        "Give launch() a longer timeout, or find out what they wait for.",
+        late,
+    )
+
+
+def _error(failure: Failure, inbox: Inbox) -> BaseException:
+    """What is raised here for the first failure."""
+    rank = failure.rank
+    if inbox.kind is ReportKind.RAISED:
+        return _original(rank, inbox.open_report())
+    if inbox.kind is ReportKind.NOT_LOADED:
+        return _not_loaded(rank, inbox.open_report())
+    if failure.code < 0:
+        return WorkerLost(f"worker {rank} was {failure}. The other workers were ended.", (rank,))
+    return WorkerFailed(
+        f"worker {rank} ended with {failure} and without a result: something in it ended the process directly. "
+        "Its output says more, if anything does."
+    )
 
 
 def _original(rank: int, raised: Raised) -> BaseException:
@@ -205,12 +281,17 @@ def _original(rank: int, raised: Raised) -> BaseException:
         try:
             error = pickle.loads(raised.pickled)
             if isinstance(error, BaseException):
-                error.add_note(f"Raised by worker {rank}:\n\n{raised.trace}")
+                error.add_note(f"Raised by worker {rank}:\n\n{_shown(raised)}")
                 return error
             problem = "unpickled, it is no exception"
         except Exception as failed:
             problem = f"it cannot be unpickled: {failed!r}"
-    return WorkerFailed(f"worker {rank} raised {raised.summary}\n(not raised as itself: {problem})\n\n{raised.trace}")
+    return WorkerFailed(f"worker {rank} raised {raised.summary}\n(not raised as itself: {problem})\n\n{_shown(raised)}")
+
+
+def _shown(raised: Raised) -> str:
+    """A worker's traceback as it is shown: our own frames folded."""
+    return raised.trace if shows_all_frames(os.environ) else fold(raised.trace)
 
 
 def _not_loaded(rank: int, raised: Raised) -> LaunchError:
@@ -222,5 +303,5 @@ def _not_loaded(rank: int, raised: Raised) -> LaunchError:
         f"worker {rank} could not load the function: {raised.summary}. What workers use must be importable: defined in "
         'a module, or in the script outside of `if __name__ == "__main__":`.'
     )
-    error.add_note(f"Raised by worker {rank}:\n\n{raised.trace}")
+    error.add_note(f"Raised by worker {rank}:\n\n{_shown(raised)}")
     return error

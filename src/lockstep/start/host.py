@@ -1,11 +1,17 @@
-"""What this machine offers to workers, without importing torch: that takes longer than starting them."""
+"""What this machine offers to workers, and the environment each of them gets.
+
+Nothing here imports torch: that takes longer than starting workers.
+"""
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lockstep.errors import UsageError
+from lockstep import limits
+from lockstep.environment import LOOPBACK, MEMBER, OWN_STORE, SECRET
+from lockstep.errors import LaunchError, UsageError
 
 
 def num_workers(asked: int | None) -> int:
@@ -15,6 +21,15 @@ def num_workers(asked: int | None) -> int:
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
         raise UsageError(f"{asked!r} workers cannot be started: give a whole number, 1 or more.")
     return asked
+
+
+def require_file_handles(size: int) -> None:
+    """Raise LaunchError if this process may not open as many files as launching `size` workers takes.
+
+    Measured: 14 and 3 per worker (its output, its connection to the store), which torch's store, if it cannot have
+    them, tries to open again and again without end.
+    """
+    limits.require_file_handles(20 + 4 * size, f"the process that launches {size} workers")
 
 
 def num_threads(asked: int | None, workers: int, environ: Mapping[str, str]) -> int | None:
@@ -52,3 +67,59 @@ def num_gpus(environ: Mapping[str, str], devices: Iterable[str]) -> int:
     valid = re.match(r"(?:\s*(?:\d+|(?:GPU|MIG)-[^,\s]+)\s*(?:,|$))*", visible)
     assert valid is not None
     return len([name for name in valid[0].split(",") if name.strip()])
+
+
+def variables(
+    environ: Mapping[str, str],
+    *,
+    rank: int,
+    size: int,
+    port: int,
+    num_threads: int | None,
+    secret: str,
+    own_store: str,
+    member: int | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+    address: str = LOOPBACK,
+    interface: str = "",
+) -> dict[str, str]:
+    """What worker `rank` of `size` gets on top of `environ`: what torchrun sets too, so that plain torch scripts run.
+
+    What the user has set in `environ` about sockets stands. `interface` leads to other hosts, where there are any.
+    """
+    added = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank if local_rank is None else local_rank),
+        "LOCAL_WORLD_SIZE": str(size if local_size is None else local_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        # torch's word for "the launcher serves the store": without it worker 0 would try to listen on the same port.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Never on a command line, which every user of the machine can read; an environment only its owner can.
+        SECRET: secret,
+    }
+    if own_store:
+        added[OWN_STORE] = f"{port} {own_store}"
+    if member is not None:
+        added[MEMBER] = str(member)
+    if num_threads is not None:
+        added["OMP_NUM_THREADS"] = str(num_threads)
+    # Left alone, both listen on whichever interface they find, where other machines can reach them.
+    if not interface and address == LOOPBACK:
+        interface = "lo" if sys.platform == "linux" else "lo0"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if interface and not environ.get(name):
+            added[name] = interface
+    return added
+
+
+def refuse_nesting(environ: Mapping[str, str]) -> None:
+    """Raise LaunchError if this process is a worker itself: its workers would each be worker R of another world."""
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
+        if name in environ:
+            raise LaunchError(
+                f"{name}={environ[name]} is set: this process is itself a worker, and workers do not start workers. "
+                f"Start them once, from outside, or unset {name} if it is a leftover."
+            )

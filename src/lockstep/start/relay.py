@@ -2,6 +2,9 @@
 
 A thread of its own does it, so that an output that nobody reads (a paused pager) holds up the workers' output and
 nothing else: they can still be ended, and on time.
+
+A traceback is held back for a moment, with what follows it: if the worker ends with it, it is not printed here, but
+once, at the end, where it can be told which worker was the first to fail. One that was caught comes that much later.
 """
 
 import os
@@ -12,66 +15,169 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from lockstep.start.last_words import LastWords
-from lockstep.start.lines import Lines
+from lockstep.start.failure import StderrTail
 
 _CHUNK_BYTES = 1 << 16
+HOLD_S = 5.0
+"""How long a traceback is held back: as long as the others may go on when one has failed, see `supervisor`."""
+_MOST_HELD = 1 << 16
+"""How many lines are held back; what writes more than that goes on."""
+REDRAW_S = 1.0
+LONGEST_BYTES = 1 << 20
+"""A line longer than this is passed on in pieces, so that output without line ends cannot fill the memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
+class LineSplitter:
+    """Bytes from a pipe, cut into lines. Pure.
+
+    A progress bar redraws its line with carriage returns and may never end it. Shown as they come, N bars would
+    overwrite each other; held back until the line ends, nothing would be seen for hours. So one redrawing per second
+    becomes a line of its own, and so does the last one.
+    """
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._redrawn_at = -REDRAW_S
+
+    def feed(self, data: bytes, now: float) -> list[bytes]:
+        """The lines that `data` completes, without their ends; `now` is in seconds."""
+        *whole, self._pending = (self._pending + data).split(b"\n")
+        lines = [_visible(line) for line in whole]
+        lines += self._redrawings(now)
+        while len(self._pending) > LONGEST_BYTES:
+            lines.append(self._pending[:LONGEST_BYTES])
+            self._pending = self._pending[LONGEST_BYTES:]
+        return lines
+
+    def end(self) -> list[bytes]:
+        """The line that was never ended, if there is one."""
+        pending, self._pending = self._pending, b""
+        return [_visible(pending)] if pending else []
+
+    def _redrawings(self, now: float) -> list[bytes]:
+        """What the pending line was before it was redrawn, if a second has passed since the last such."""
+        drawings = [text for text in self._pending.split(b"\r") if text]
+        if len(drawings) < 2:
+            return []
+        # A carriage return at the end may be half of a Windows line end: it redraws nothing until text follows.
+        self._pending = drawings[-1] + (b"\r" if self._pending.endswith(b"\r") else b"")
+        if now - self._redrawn_at < REDRAW_S:
+            return []
+        self._redrawn_at = now
+        return [drawings[-2]]
+
+
+def _visible(line: bytes) -> bytes:
+    """What a terminal would show of a line in the end."""
+    return next((text for text in reversed(line.split(b"\r")) if text), b"")
+
+
+@dataclass(slots=True)
+class OutputStream:
     """One pipe from a worker."""
 
     rank: int
     fd: int
     to_fd: int
     """Where its lines go."""
-    last_words: LastWords | None
-    """What keeps the end of them, if it is stderr."""
+    tail: StderrTail | None
+    """Keeps the end of them, if it is stderr."""
     has_prefix: bool = True
     """Whether the worker's number is put before each of them."""
-    lines: Lines = field(default_factory=Lines)
+    holds: bool = True
+    """Whether tracebacks are held back."""
+    lines: LineSplitter = field(default_factory=LineSplitter)
+    held: list[bytes] = field(default_factory=list)
+    """The last traceback and what came after it, while they are held back."""
+    has_ended: bool = False
+    """Whether all of it has been read."""
 
     def take(self, data: bytes) -> bytes:
         """What is to be written now that `data` has arrived; no data means the end of the stream."""
         now = time.monotonic()
-        lines = self.lines.feed(data, now) if data else self.lines.end()
-        # torch's own mark, which it puts before each line of a traceback once a group is open.
-        plain = [line.removeprefix(b"[rank%d]: " % self.rank) for line in lines]
-        if self.last_words is not None:
-            for line in plain:
-                self.last_words.hear(line, now)
-        if self.has_prefix:
-            lines = [b"[%d] %b" % (self.rank, line) for line in plain]
-        return b"".join(line + b"\n" for line in lines)
+        ready: list[bytes] = []
+        for line in self.lines.feed(data, now) if data else self.lines.end():
+            # torch's own mark, which it puts before each line of a traceback once a group is open.
+            plain = line.removeprefix(b"[rank%d]: " % self.rank)
+            ready += self._sort(plain if self.has_prefix else line, plain, now)
+        return self.format(ready)
+
+    def let_go(self, now: float) -> bytes:
+        """What is to be written now of what was held back: all of it once that is long enough ago."""
+        tail = self.tail
+        if not self.held or (tail and tail.traceback_at and now - tail.traceback_at < HOLD_S):
+            return b""
+        ready = self.held[:]
+        self.held.clear()
+        return self.format(ready)
+
+    def format(self, lines: list[bytes]) -> bytes:
+        """Lines as they are written."""
+        mark = b"[%d] " % self.rank if self.has_prefix else b""
+        return b"".join(mark + line + b"\n" for line in lines)
+
+    def _sort(self, line: bytes, plain: bytes, now: float) -> list[bytes]:
+        """Take in one line, and hold it back if it belongs to a traceback; returns the lines that need not wait."""
+        tail = self.tail
+        if tail is None:
+            return [line]
+        before = tail.num_tracebacks
+        tail.feed(plain, now)
+        begins = tail.num_tracebacks > before
+        ready: list[bytes] = []
+        if begins or len(self.held) > _MOST_HELD:
+            ready, self.held[:] = self.held[:], []
+        if self.holds and (begins or self.held):
+            self.held.append(line)
+            return ready
+        return [*ready, line]
 
 
 class Relay(threading.Thread):
     """Passes on whole lines from all streams until all have ended. Also what a worker's own children write."""
 
-    def __init__(self, streams: list[Stream]) -> None:
+    def __init__(self, streams: list[OutputStream], *, may_grow: bool = False) -> None:
+        """`may_grow`: streams are added later, and `finish` says that no more will come."""
         super().__init__(name="lockstep-relay", daemon=True)
-        self._streams = streams
+        self.streams = streams
+        self._new = list(streams)
+        self._may_grow = may_grow
         self._broken: set[int] = set()
+        self.is_unread = False
+        """Whether somebody has stopped reading this process's output: a closed pipe."""
 
     def run(self) -> None:
         """Read, cut, write."""
         with selectors.DefaultSelector() as selector:
-            for stream in self._streams:
-                selector.register(stream.fd, selectors.EVENT_READ, stream)
-            while selector.get_map():
-                for key, _ in selector.select():
+            while self._new or selector.get_map() or self._may_grow:
+                while self._new:
+                    stream = self._new.pop()
+                    selector.register(stream.fd, selectors.EVENT_READ, stream)
+                for key, _ in selector.select(HOLD_S / 10):
                     if not self._pass_on(key.data):
                         selector.unregister(key.fd)
+                for key in list(selector.get_map().values()):
+                    self._write(key.data.to_fd, key.data.let_go(time.monotonic()))
 
     def finish(self, patience: timedelta = timedelta(seconds=2)) -> None:
         """Wait for the rest of the output; not for ever, since a process that got away may hold a pipe open."""
+        self._may_grow = False
         self.join(patience.total_seconds())
 
-    def _pass_on(self, stream: Stream) -> bool:
+    def add(self, streams: list[OutputStream]) -> None:
+        """Pass on these too, soon."""
+        self.streams += streams
+        self._new += streams
+
+    def write(self, stream: OutputStream, text: str) -> None:
+        """Write a text as if it came from `stream`; called when all streams have ended."""
+        self._write(stream.to_fd, stream.format(text.encode().splitlines()))
+
+    def _pass_on(self, stream: OutputStream) -> bool:
         """Read once and pass on what became whole; False at the end of the stream."""
         data = os.read(stream.fd, _CHUNK_BYTES)
         self._write(stream.to_fd, stream.take(data))
+        stream.has_ended = not data
         return bool(data)
 
     def _write(self, fd: int, text: bytes) -> None:
@@ -81,5 +187,6 @@ class Relay(threading.Thread):
                 text = text[os.write(fd, text) :]
             except BlockingIOError:  # Somebody made our terminal non-blocking.
                 select.select([], [fd], [])
-            except OSError:
+            except OSError as error:
                 self._broken.add(fd)
+                self.is_unread |= isinstance(error, BrokenPipeError)

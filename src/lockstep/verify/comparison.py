@@ -9,8 +9,16 @@ from types import MappingProxyType
 
 import numpy as np
 
-from lockstep.verify.record import Record, Sketches, Step
-from lockstep.verify.sketch import Mask, Sketch, distance, joined, same_bits
+from lockstep.verify.worker_record import (
+    Mask,
+    RecordedStep,
+    Sketch,
+    Sketches,
+    WorkerRecord,
+    distance,
+    joined,
+    same_bits,
+)
 
 FLOOR = 1e-3
 """Differences count against a tensor's own size, or this part of what is usual in the model if that is more."""
@@ -22,7 +30,7 @@ KINDS = ("initial weight", "gradient", "weight", "buffer")
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """How far one tensor of a run on many workers is from that of the run on one."""
 
     step: int
@@ -34,13 +42,15 @@ class Difference:
     worker: int
     """On which worker it is largest."""
     same_bits: bool
+    seen: float = 0.0
+    """`relative` with what does not count: elements whose gradients are zero but for their rounding error."""
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One run of the script: what each of its workers recorded."""
 
-    records: Sequence[Record]
+    records: Sequence[WorkerRecord]
 
     @property
     def size(self) -> int:
@@ -57,7 +67,7 @@ class Run:
         """Whether an optimizer has a part of the parameters only."""
         return any(record.is_split for record in self.records)
 
-    def steps(self, number: int) -> list[Step]:
+    def steps(self, number: int) -> list[RecordedStep]:
         """Step `number`, on each worker."""
         return [record.steps[number] for record in self.records]
 
@@ -80,7 +90,7 @@ class Run:
 class Comparison:
     """A run on one worker against a run on many."""
 
-    def __init__(self, one: Run, many: Run) -> None:
+    def __init__(self, one: RecordedRun, many: RecordedRun) -> None:
         self.one, self.many = one, many
         self.num_steps = min(one.num_steps, many.num_steps)
         epsilons = [record.epsilon for run in (one, many) for record in run.records]
@@ -91,12 +101,12 @@ class Comparison:
         return self._tolerance * (1 + step)
 
     @cached_property
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[TensorDifference]:
         """Every tensor that was compared, in the order in which a training comes to them."""
         return list(self._compared())
 
     @cached_property
-    def first(self) -> Difference | None:
+    def first(self) -> TensorDifference | None:
         """Where the runs first part by more than rounding: the largest difference of that step and kind."""
         beyond = self.beyond_rounding
         return max(
@@ -106,12 +116,12 @@ class Comparison:
         )
 
     @cached_property
-    def beyond_rounding(self) -> list[Difference]:
+    def beyond_rounding(self) -> list[TensorDifference]:
         """The differences that rounding does not explain."""
         return [each for each in self.differences if not each.relative <= self.tolerance(each.step)]
 
     @property
-    def largest(self) -> Difference | None:
+    def largest(self) -> TensorDifference | None:
         """The largest difference of all."""
         return max(self.differences, key=lambda each: each.relative, default=None)
 
@@ -120,7 +130,7 @@ class Comparison:
         """Whether all of them are equal to the bit."""
         return all(each.same_bits for each in self.differences)
 
-    def _compared(self) -> Iterator[Difference]:
+    def _compared(self) -> Iterator[TensorDifference]:
         initial = [record.initial for record in self.many.records]
         yield from self._measured(0, "initial weight", self.one.records[0].initial, initial)
         vague: dict[str, Mask] = {}
@@ -134,7 +144,10 @@ class Comparison:
             certain = {name: ~mask for name, mask in vague.items()}
             yield from self._measured(number, "weight", one.weights, weights, certain)
             # A vague bias moves the running mean of the batch norm after it.
-            drift = sum(self._farthest(name, one.weights, weights, mask) for name, mask in vague.items())
+            drift = sum(
+                max(_gap(one.weights.get(name), other, mask) for _, other in self._versions(name, weights))
+                for name, mask in vague.items()
+            )
             yield from self._measured(number, "buffer", one.buffers, buffers, drift=drift)
 
     def _measured(
@@ -146,7 +159,7 @@ class Comparison:
         certain: Mapping[str, Mask] = MappingProxyType({}),
         nothing: AbstractSet[str] = frozenset(),
         drift: float = 0.0,
-    ) -> Iterator[Difference]:
+    ) -> Iterator[TensorDifference]:
         usual = _usual(alone)
         for name in dict.fromkeys([*alone, *(name for sketches in together for name in sketches)]):
             mine, versions = alone.get(name), self._versions(name, together)
@@ -154,7 +167,8 @@ class Comparison:
             relative, worker = max(
                 (_relative(mine, other, usual, drift, certain.get(name)), worker) for worker, other in versions
             )
-            yield Difference(step, kind, name, 0.0 if name in nothing else relative, worker, is_same)
+            seen = max(_relative(mine, other, usual, 0.0, None) for _, other in versions)
+            yield TensorDifference(step, kind, name, 0.0 if name in nothing else relative, worker, is_same, seen)
 
     def _add_vague(self, vague: dict[str, Mask], step: int, alone: Sketches, together: Sequence[Sketches]) -> None:
         """Note the elements whose gradient is not known beyond rounding: zero in all but its rounding error.
@@ -169,10 +183,6 @@ class Comparison:
                 size = np.maximum(np.abs(mine.sample), np.abs(other.sample))
                 found = np.abs(mine.sample - other.sample) > self.tolerance(step) * size
                 vague[name] = vague.get(name, False) | found
-
-    def _farthest(self, name: str, alone: Sketches, together: Sequence[Sketches], among: Mask) -> float:
-        gaps = [_gap(alone.get(name), other, among) for _, other in self._versions(name, together)]
-        return max(gaps, default=0.0)
 
     def _versions(self, name: str, together: Sequence[Sketches]) -> list[tuple[int, Sketch | None]]:
         return _versions([sketches.get(name) for sketches in together], self.many.is_split)

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 
 from lockstep import seeds
-from lockstep.verify import record
-from lockstep.verify.recorder import Enough, Recorder
+from lockstep.verify import worker_record
+from lockstep.verify.training_recorder import Enough, TrainingRecorder
 
 SEED = 0
 """What scripts that set no seed of their own are seeded with."""
@@ -23,14 +23,16 @@ _INTERRUPTED = 130
 def main(argv: Sequence[str]) -> int:
     """Run the script until it ends or has made its steps, then write the record; returns the exit code."""
     args = _arguments(argv)
-    recorder = Recorder(int(os.environ.get("RANK", "0")), args.steps, syncs_batch_norm=args.sync_batch_norm)
+    recorder = TrainingRecorder(
+        int(os.environ.get("RANK", "0")), args.steps, syncs_batch_norm=args.sync_batch_norm, in_float64=args.float64
+    )
     seeds.seed_everything(SEED)
     recorder.install()
     if not args.show:
-        _discard_stdout()
-    status = _run(args.script, args.args, as_module=args.module)
+        discard_stdout()
+    status = run_script(args.script, args.args, as_module=args.module)
     if not status:
-        record.save(recorder.record, args.folder)
+        worker_record.save(recorder.record, args.folder)
     return status
 
 
@@ -39,6 +41,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("--sync-batch-norm", action="store_true")
+    parser.add_argument("--float64", action="store_true")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--module", action="store_true")
     parser.add_argument("script")
@@ -46,7 +49,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _discard_stdout() -> None:
+def discard_stdout() -> None:
     """Let nothing that the script prints be seen: it runs two times or more, and a verdict is to come."""
     sys.stdout.flush()
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -54,7 +57,8 @@ def _discard_stdout() -> None:
     os.close(nowhere)
 
 
-def _run(script: str, args: Sequence[str], *, as_module: bool) -> int:
+def run_script(script: str, args: Sequence[str], *, as_module: bool) -> int:
+    """Run it as `python script.py args` would; returns its exit code."""
     sys.argv = [script, *args]
     try:
         if as_module:

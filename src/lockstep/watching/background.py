@@ -1,51 +1,121 @@
 """The thread of a watched worker: takes closed steps from the recorder, and sees that worker 0 gets them.
 
 Once a second: read the steps that are over, send them (or, on worker 0, collect everybody's), and learn or say what the
-verdict is. No collective operations and no waits without a deadline: see mail.py for why it can neither hang nor hold
-anybody up. It is a daemon, and ends with the world; if it fails, it says so once, and the training goes on.
+verdict is. It is a daemon, and ends with the world; if it fails, it says so once, and the training goes on.
+
+Letters go through the world's store. Who writes what, one writer per key:
+
+    letter/R/N   by worker R: its N-th letter, some records of steps. Worker 0 deletes it once read.
+    state        by worker 0: the verdict, the summary, and how many letters of each worker it has read.
+    probe/R      by worker R, once: where its probes are answered.
+
+Why nothing can hang. There are no collective operations. The store is asked by a connection of this thread's own, so
+it never waits for the training thread, nor that for it. Keys are looked for (`check`) before they are read, so no read
+waits for a writer; what is left are round trips to the store's server, with a deadline. Nobody waits for anybody else's
+letter: worker 0 reads what is there, letters of one worker in the order of N, and a worker that is stuck or dead just
+sends none. If worker 0 is dead nobody reads; a worker then sees by `state` that its letters pile up, and drops what it
+would send instead of filling the store's memory. If the store is gone, with the launcher or the worker that served it,
+sending fails; the watcher ends and the training goes on.
 """
 
+import dataclasses
+import json
+import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
-from lockstep.watching import timeline
-from lockstep.watching.clock import Clock
-from lockstep.watching.collector import Collector
-from lockstep.watching.mail import Mail
-from lockstep.watching.pace import Pace
-from lockstep.watching.probes import Probes
-from lockstep.watching.recorder import Raw, Recorder
-from lockstep.watching.stamps import Stamps
-from lockstep.watching.summary import Summary
+import torch.distributed as dist
+
+from lockstep.comm.peers import Peers
+from lockstep.watching.collector import Collector, Known
+from lockstep.watching.network import HostClock, Probes
+from lockstep.watching.recorder import Recorder
 
 _EVERY_S = 1.0
+_CATCH_UP_S = 1.5
+"""How long `catch_up` waits for letters of the others, who write every second."""
 _GRACE_S = 3.0
 """How long worker 0 waits at its end for the others' last letters, and they for its last word."""
+_STORE_DEADLINE = timedelta(seconds=10)
+_MOST_UNREAD = 30
+"""Letters of one worker that may wait in the store."""
+
+
+class StoreMail:
+    """One worker's letter box in the store."""
+
+    def __init__(self, peers: Peers, rank: int) -> None:
+        assert peers.store is not None
+        store: dist.Store = peers.store.clone()  # type: ignore[attr-defined]  # Not in torch's stubs.
+        store.set_timeout(_STORE_DEADLINE)
+        # Several groups of workers, each watched by itself, may share the store.
+        whole = ",".join(str(peer.rank) for peer in peers.all)
+        self._store = dist.PrefixStore(f"watching/{whole}", store)
+        self._rank = rank
+        self._num_sent = self._num_unread = 0
+        self._num_read = [0] * len(peers.all)
+        """How many letters of each worker have been read, on worker 0."""
+
+    def send(self, letter: dict[str, Any]) -> None:
+        """To worker 0; dropped if too many lie unread."""
+        if self._num_unread < _MOST_UNREAD:
+            self._store.set(f"letter/{self._rank}/{self._num_sent}", json.dumps(letter))
+            self._num_sent += 1
+            self._num_unread += 1
+
+    def receive(self) -> list[tuple[int, dict[str, Any]]]:
+        """On worker 0: letters that have come since, each with its sender."""
+        letters = []
+        for rank in range(1, len(self._num_read)):
+            while self._store.check([key := f"letter/{rank}/{self._num_read[rank]}"]):
+                letters.append((rank, json.loads(self._store.get(key))))
+                self._store.delete_key(key)
+                self._num_read[rank] += 1
+        return letters
+
+    def publish(self, known: Known) -> None:
+        """On worker 0: say what is known."""
+        self._store.set("state", json.dumps({"known": dataclasses.asdict(known), "read": self._num_read}))
+
+    def published(self) -> Known:
+        """What worker 0 published last."""
+        if not self._store.check(["state"]):
+            return Known()
+        state = json.loads(self._store.get("state"))
+        self._num_unread = self._num_sent - state["read"][self._rank]
+        return Known.from_json(state["known"])
+
+    def announce(self, address: str) -> None:
+        """Say where this worker's probes are answered."""
+        self._store.set(f"probe/{self._rank}", address)
+
+    def address(self, rank: int) -> str | None:
+        """Where those of `rank` are, if it has said so."""
+        key = f"probe/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 class Background:
-    """The thread, and what it knows."""
+    """The thread. Phases: start; catch_up, whenever somebody wants to know; close.
+
+    collector: on worker 0. mail: where there are several workers.
+    """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        stamps: Stamps,
-        mail: Mail | None,
-        collector: Collector | None,
-        probes: Probes | None,
-        each_time: Callable[[], None],
+        self, recorder: Recorder, collector: Collector | None, mail: StoreMail | None, probes: Probes | None
     ) -> None:
-        self._recorder, self._stamps = recorder, stamps
-        self._mail, self._collector, self._probes = mail, collector, probes
-        self._each_time = each_time
-        """Called in the thread, before what it does once a second."""
-        self._unread: list[Raw] = []
-        self._pace = Pace()
-        self._known = Summary()
+        self._recorder, self._collector, self._mail, self._probes = recorder, collector, mail, probes
+        self._known = Known()
+        """The newest that worker 0 has found out, as far as this worker has heard."""
+        self._newest = 0
+        """The last step that this worker has told of."""
         self._is_over = threading.Event()
+        self._requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
+        """Set once it is found out what is known now; `_is_over` among them wakes the thread."""
+        self._caught_up_at = 0.0
         self._waits_at_end = True
         self._thread = threading.Thread(target=self._run, name="lockstep-watching", daemon=True)
 
@@ -57,94 +127,94 @@ class Background:
         """Send what is left, and end; `waits`: until worker 0 has said its last word."""
         self._waits_at_end = waits
         self._is_over.set()
+        self._requests.put(self._is_over)
         self._thread.join(2 * _GRACE_S + 4.0)
 
-    @property
-    def summary(self) -> Summary:
-        """The newest that is known here."""
+    def catch_up(self) -> Known:
+        """What is known of the run, with what has happened by now; the others are waited for briefly, if at all.
+
+        At once where all workers call this; else when those who do not have written their next letter. Not more than
+        once a second: what was found out then counts for so long.
+        """
+        has_ended = self._is_over.is_set() or not self._thread.is_alive()
+        if not has_ended and time.monotonic() - self._caught_up_at >= _EVERY_S:
+            is_known = threading.Event()
+            self._requests.put(is_known)
+            is_known.wait(2 * _CATCH_UP_S)
         return self._known
+
+    # The thread
 
     def _run(self) -> None:
         try:
-            while not self._is_over.wait(_EVERY_S):
-                self._tick(at_end=False)
-            self._tick(at_end=True)
+            while not self._is_over.is_set():
+                try:
+                    self._answer(self._requests.get(timeout=_EVERY_S))
+                except queue.Empty:
+                    self._tell(is_last=False)
+            self._tell(is_last=True)
             self._say_goodbye()
         except Exception as error:
             if not self._is_over.is_set():  # Else the store went first, with whoever served it.
                 print(f"lockstep: watching has ended, training goes on: {error}", file=sys.stderr)
         finally:
+            while not self._requests.empty():
+                self._requests.get().set()
             if self._probes is not None:
                 self._probes.close()
 
-    def _tick(self, *, at_end: bool) -> None:
-        self._each_time()
-        letter = self._letter(at_end=at_end)
-        if self._collector is None:
-            assert self._mail is not None
+    def _tell(self, *, is_last: bool) -> None:
+        """Worker 0 hears of this worker's steps, and this worker of what is known."""
+        records, newest = self._recorder.take(self._known.every, is_last=is_last)
+        self._newest = newest or self._newest
+        letter: dict[str, Any] = {
+            "records": [record.to_json() for record in records],
+            "newest": self._newest,
+            "clock": dataclasses.astuple(HostClock.mine()),
+            "end": is_last,
+        }
+        if self._probes is not None:
+            letter |= {"trips": self._probes.delays(), "ahead": self._probes.ahead(0)}
+        if self._collector is not None:
+            self._collector.add(0, letter)
+        elif self._mail is not None:
             self._mail.send(letter)
-            self._learn()
+        self._learn()
+
+    def _learn(self, *, at_end: bool = False) -> None:
+        """Worker 0 puts together what has come, and publishes what it says; the others read that."""
+        if self._collector is not None:
+            for rank, letter in self._mail.receive() if self._mail is not None else ():
+                self._collector.add(rank, letter)
+            self._known = self._collector.settle(at_end=at_end)
+            if self._mail is not None:
+                self._mail.publish(self._known)
+        elif self._mail is not None:
+            self._known = self._mail.published()
+
+    def _answer(self, request: threading.Event) -> None:
+        """Let who has asked what is known now go on, once everybody has come as far as this worker has."""
+        if request is self._is_over:
             return
-        self._collector.add(0, letter)
-        self._collect()
-        self._pace.see(time.monotonic(), time.thread_time())
-
-    def _collect(self, *, at_end: bool = False) -> None:
-        assert self._collector is not None
-        for rank, letter in self._mail.receive() if self._mail is not None else ():
-            self._collector.add(rank, letter)
-        self._collector.settle(self._pace, at_end=at_end)
-        self._known = self._collector.summary()
-        if self._mail is not None:
-            self._mail.publish({**self._collector.state(), "every": self._pace.every, "is_last": at_end})
-
-    def _learn(self) -> bool:
-        """Read what worker 0 knows; returns whether that is its last word."""
-        assert self._mail is not None
-        state = self._mail.state()
-        if state:
-            self._known, self._pace.every = Summary.from_json(state["summary"]), state["every"]
-        return bool(state.get("is_last"))
+        try:
+            self._tell(is_last=False)
+            give_up = time.monotonic() + _CATCH_UP_S
+            while self._known.num_complete < self._newest and not self._is_over.is_set():
+                if time.monotonic() >= give_up:
+                    break
+                time.sleep(0.02)
+                self._learn()
+        finally:
+            self._caught_up_at = time.monotonic()
+            request.set()
 
     def _say_goodbye(self) -> None:
+        """Worker 0 settles what is left, whoever has not told of it, when all have said their last or time is up."""
         give_up = time.monotonic() + (_GRACE_S if self._waits_at_end else 0.0)
-        if self._collector is not None:
-            while not self._collector.all_have_ended and time.monotonic() < give_up:
-                time.sleep(0.02)
-                self._collect()
-            self._collect(at_end=True)
-        elif self._mail is not None:
-            while not self._learn() and time.monotonic() < give_up:
-                time.sleep(0.05)
-
-    def _letter(self, *, at_end: bool) -> dict[str, Any]:
-        self._unread.extend(self._recorder.take(all_of_them=at_end))
-        letter: dict[str, Any] = {"records": [], "clock": Clock.mine().to_json()}
-        raw: Raw | None = None
-        while self._unread and self._is_past(self._unread[0], at_end):
-            raw = self._unread.pop(0)
-            if self._pace.keeps(raw.step):
-                letter["records"].append(self._read(raw))
-            # The last stamp is also the begin of the next step, which has still to be read.
-            self._stamps.done([stamp for _, stamp in raw.heard[:-1]])
-        letter["newest"] = raw.step if raw is not None else 0
-        if self._probes is not None:
-            letter["trips"], letter["ahead"] = self._probes.delays(), self._probes.ahead(0)
-        if at_end:
-            letter["end"] = True
-        return letter
-
-    def _is_past(self, raw: Raw, at_end: bool) -> bool:
-        """Whether the device has come to the end of the step; at the end of the run it is waited for, briefly."""
-        give_up = time.monotonic() + (1.0 if at_end else 0.0)
-        while not self._stamps.is_past(raw.heard[-1][1]):
+        while not (self._collector.all_have_ended if self._collector is not None else self._known.is_last):
             if time.monotonic() >= give_up:
-                return False
-            time.sleep(0.01)
-        return True
-
-    def _read(self, raw: Raw) -> list[Any]:
-        begin = self._stamps.read(raw.begin)
-        moments = [timeline.Moment(event, self._stamps.read(stamp)) for event, stamp in raw.heard]
-        noted = {name: float(value) for name, value in raw.noted.items()}
-        return timeline.record(raw.step, begin, moments, noted, raw.taken_ns).to_json()
+                break
+            time.sleep(0.02)
+            self._learn()
+        if self._collector is not None:
+            self._learn(at_end=True)

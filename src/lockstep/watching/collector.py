@@ -1,7 +1,7 @@
 """Worker 0's side: puts the records of all workers together, step by step, and works out what they say.
 
 Phases: add (a letter of some worker), settle (every step that is complete: combine, find the last, judge, measure,
-write), state (what the others should know). A step is complete when every worker that is still there has told of it or
+write) and say what everybody should know. A step is complete when every worker that is still there has told of it or
 of a later one; a worker that is stuck holds back the steps it has not told of until it tells, the run ends, or so many
 have piled up that they are settled without it.
 """
@@ -9,155 +9,233 @@ have piled up that they are settled without it.
 import collections
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lockstep.watching.clock import Clock, offset
-from lockstep.watching.combined import CombinedStep, combine
-from lockstep.watching.noise import NoiseScale, norms_of, whole_of
-from lockstep.watching.pace import Pace
-from lockstep.watching.record import SHARES, Record
+from lockstep.watching.efficiency import SpeedTracker, StepSpeed
+from lockstep.watching.live import View
+from lockstep.watching.network import HostClock, Network
+from lockstep.watching.noise import NoiseScale
 from lockstep.watching.run_writer import RunWriter, step_line
-from lockstep.watching.scaling import Scaling, Speed
-from lockstep.watching.straggler import Delays, Stragglers, last_of, outlier
-from lockstep.watching.summary import Summary
+from lockstep.watching.step_record import SHARES, CombinedStep, StepRecord, combine, is_recorded
+from lockstep.watching.stragglers import Stragglers, last_of
 
 _MOST_PENDING = 2000
+_MOST_USED, _LITTLE_USED = 0.006, 0.001
+"""Parts of a core that worker 0's thread uses: above the one, fewer steps are recorded; below the other, more."""
+_PACE_LOOKS_S = 5.0
+"""How long is looked before the pace is changed."""
+_LARGEST_PACE = 1024
 _WARMUP = 3
 """The first steps are left out of the summary: they allocate, compile and count."""
 
-Show = Callable[[Mapping[str, Any]], None]
-"""Takes a line of steps.jsonl."""
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run so far: the mean over workers and steps, the first three left out, in milliseconds a step."""
+
+    steps: int = 0
+    """How many steps have been seen so far."""
+    wall_ms: float = 0.0
+    """A step. The shares below, except `hidden_ms`, add up to it."""
+    data_ms: float = 0.0
+    """Waiting for the next batch to be loaded."""
+    copy_ms: float = 0.0
+    """Moving batches to the device."""
+    forward_ms: float = 0.0
+    """In the model and the loss."""
+    backward_ms: float = 0.0
+    """In the backward pass, with what of the communication is hidden under it."""
+    exposed_ms: float = 0.0
+    """Communication that nothing hid."""
+    waiting_ms: float = 0.0
+    """Waiting for other workers' gradients."""
+    optimizer_ms: float = 0.0
+    """In the optimizer's step."""
+    other_ms: float = 0.0
+    """Everything else in the loop."""
+    hidden_ms: float = 0.0
+    """Communication under the backward pass; not part of the sum."""
+    samples_per_s: float | None = None
+    """Of all workers together."""
+    efficiency: float | None = None
+    """T_1 / T_N, from 0 to 1: see watching/efficiency.py."""
+    noise_scale: float | None = None
+    """In samples: see watching/noise.py."""
+    verdict: str = ""
+    """Who holds everyone up; empty if nobody does."""
+
+    def __str__(self) -> str:
+        """One line, and a second one if somebody is slow."""
+        parts = [(name, getattr(self, f"{name}_ms")) for name in SHARES]
+        shown = [f"{name} {100 * ms / self.wall_ms:.0f} %" for name, ms in parts if ms >= 0.005 * self.wall_ms > 0]
+        line = f"{self.steps} steps, {self.wall_ms:.1f} ms each: {', '.join(shown)}"
+        if self.hidden_ms >= 0.005 * self.wall_ms > 0:
+            line += f"; {self.hidden_ms:.1f} ms of communication hidden"
+        if self.efficiency is not None:
+            line += f"; efficiency {100 * self.efficiency:.0f} %"
+        return "\n".join(filter(None, (line, self.verdict)))
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What worker 0 makes of the run, for all workers to know."""
+
+    summary: Summary = Summary()
+    num_complete: int = 0
+    """The last step of which all workers that are still there have told."""
+    every: int = 1
+    """One of so many steps is recorded, see `Pace`."""
+    is_last: bool = False
+    """Whether no more will follow."""
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Known":
+        """What was written with `dataclasses.asdict`."""
+        return cls(**{**found, "summary": Summary(**found["summary"])})
+
+
+class Pace:
+    """Which steps are recorded: all, until that takes more of worker 0's time than watching may cost.
+
+    A step's record costs worker 0 some tenths of a millisecond for each worker. That is nothing for steps of a second,
+    and a lot for a hundred workers with steps of ten milliseconds. So worker 0 looks what its thread uses, and doubles
+    or halves the distance between recorded steps; the others follow what it publishes.
+    """
+
+    def __init__(self) -> None:
+        self.every = 1
+        """One of so many is recorded: a power of two, so that the steps with norms (see noise.py) are among them."""
+        self._since_s = self._used_s = 0.0
+
+    def see(self, now_s: float, used_s: float) -> None:
+        """At `now_s`, worker 0's thread has used the processor for `used_s` in all."""
+        lasted = now_s - self._since_s
+        if lasted < _PACE_LOOKS_S:
+            return
+        part = (used_s - self._used_s) / lasted
+        if self._since_s and part > _MOST_USED:
+            self.every = min(2 * self.every, _LARGEST_PACE)
+        elif self._since_s and part < _LITTLE_USED:
+            self.every = max(1, self.every // 2)
+        self._since_s, self._used_s = now_s, used_s
 
 
 class Collector:
-    """What worker 0 knows of all workers."""
+    """What worker 0 knows of all workers. Called by its background thread alone, `close` when that has ended."""
 
-    def __init__(self, size: int, clock: Clock, began_ns: int, writer: RunWriter | None, shows: list[Show]) -> None:
-        self._size, self._clock, self._began = size, clock, began_ns
-        self._writer, self._shows = writer, shows
-        self._pending: dict[int, dict[int, Record]] = {}
+    def __init__(
+        self, size: int, began_ns: int, speed: SpeedTracker, writer: RunWriter | None, views: Sequence[View]
+    ) -> None:
+        self._began = began_ns
+        self._writer, self._views = writer, views
+        self._pending: dict[int, dict[int, StepRecord]] = {}
         self._newest = dict.fromkeys(range(size), 0)
         self._ended: set[int] = set()
-        self._offsets: dict[int, int] = {}
-        self._clocks: dict[int, Clock] = {0: clock}
-        self._trips: dict[int, Mapping[str, list[list[int]]]] = {}
-        self._delays: Delays | None = None
+        self._network = Network(size, HostClock.mine())
         self._stragglers = Stragglers()
         self._noise = NoiseScale()
-        self.speed = Speed(size)
-        self._totals: dict[str, float] = collections.defaultdict(float)
-        self._num_counted = 0
-        self._num_settled = 0
+        self._speed = speed
+        self._means = _Means()
+        self._pace = Pace()
 
     @property
     def all_have_ended(self) -> bool:
         """Whether every worker has sent its last letter."""
-        return len(self._ended) == self._size
+        return len(self._ended) == len(self._newest)
 
     def add(self, rank: int, letter: Mapping[str, Any]) -> None:
-        """Take a letter of worker `rank`."""
-        if "clock" in letter:
-            self._clocks[rank] = Clock(*letter["clock"])
-            self._offsets[rank] = offset(self._clock, self._clocks[rank], -int(letter.get("ahead") or 0))
-        if "trips" in letter:
-            self._trips[rank] = letter["trips"]
-            self._delays = self._slow_link()
+        """Take a letter of worker `rank`, as its `Background` has written it."""
+        self._network.add(rank, HostClock(*letter["clock"]), letter.get("ahead"), letter.get("trips") or {})
         for found in letter["records"]:
-            record = Record.from_json(found)
+            record = StepRecord.from_json(found)
             self._pending.setdefault(record.step, {})[rank] = record
         self._newest[rank] = max(self._newest[rank], letter["newest"])
-        if letter.get("end"):
+        if letter["end"]:
             self._ended.add(rank)
 
-    def settle(self, pace: Pace, *, at_end: bool = False) -> None:
-        """Work out every step that is complete; at the end, all."""
+    def settle(self, *, at_end: bool = False) -> Known:
+        """Work out every step that is complete, of those that are recorded (at the end, all); what is known then."""
+        there = [newest for rank, newest in self._newest.items() if rank not in self._ended]
+        num_complete = min(there, default=max(self._newest.values()))
         for step in sorted(self._pending):
-            there = [rank for rank in range(self._size) if rank not in self._ended]
-            is_complete = all(self._newest[rank] >= step for rank in there)
-            if not (is_complete or at_end or len(self._pending) > _MOST_PENDING):
+            if not (step <= num_complete or at_end or len(self._pending) > _MOST_PENDING):
                 break
             records = self._pending.pop(step)
-            if pace.keeps(step) or len(records) == self._size:
-                self._settle(combine(records, self._offsets))
+            # One that only some have told of, while the pace changed, is left out.
+            if is_recorded(step, self._pace.every) or len(records) == len(self._newest):
+                self._settle(combine(records, self._network.offsets))
         if self._writer is not None:
             self._writer.flush()
+            self._writer.write_run(self._speed.single_step_ns)
+        self._pace.see(time.monotonic(), time.thread_time())
+        summary = Summary(
+            steps=max(self._newest.values()),
+            **self._means.values(),
+            noise_scale=self._noise.value,
+            verdict=self._stragglers.text,
+        )
+        return Known(summary, num_complete, self._pace.every, at_end)
+
+    def close(self) -> None:
+        """The run is over: write what is left."""
+        for view in self._views:
+            view.close()
+        if self._writer is not None:
+            self._writer.close(self._speed.single_step_ns)
 
     def _settle(self, step: CombinedStep) -> None:
-        late = last_of(step, self._delays)
+        late = last_of(step, self._network.slow)
         self._stragglers.see(step, late)
-        scaling = self.speed.see(step)
-        noted = self._noted(step)
-        self._count(step, scaling)
-        line = step_line(step, scaling, late, noted, self._stragglers.text, self._began)
-        if self._writer is not None:
-            self._writer.write_step(line)
-            self._writer.write_trace(step, has_straggler=bool(self._stragglers.text))
-        for show in self._shows:
-            show(line)
-
-    def _noted(self, step: CombinedStep) -> dict[str, Any]:
+        speed = self._speed.see(step)
+        self._means.see(step, speed)
         notes = {worker.rank: worker.record.noted for worker in step.workers}
         samples = {worker.rank: worker.record.num_samples for worker in step.workers}
-        norms, whole = norms_of(notes, samples), whole_of(notes, self._size)
-        if norms is not None and whole is not None:
-            self._noise.see(norms, whole)
-        ended = step.workers[0].begin + step.workers[0].wall
-        return {
-            "time": (ended + self._clock.calendar_ns) / 1e9,
+        if len(step.workers) == len(self._newest):
+            self._noise.see(notes, samples)
+        first = step.workers[0]
+        noted = {
+            "time": (first.begin + first.record.wall + self._network.calendar_ns) / 1e9,
             "noise_scale": self._noise.value,
             **{name: _mean(name, notes, samples) for name in ("loss", "grad_norm", "lr")},
         }
+        line = step_line(step, speed, late, noted, self._stragglers.text, self._began)
+        if self._writer is not None:
+            self._writer.write_step(line, step, has_straggler=bool(self._stragglers.text))
+        for view in self._views:
+            view.show(line)
 
-    def _count(self, step: CombinedStep, scaling: Scaling) -> None:
-        self._num_settled += 1
-        if step.step <= _WARMUP < self._num_settled:
+
+class _Means:
+    """Means over workers and steps; the first steps count until there are others."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = collections.defaultdict(float)
+        self._num_counted = 0
+        self._num_seen = 0
+
+    def see(self, step: CombinedStep, speed: StepSpeed) -> None:
+        """Take a step into account."""
+        self._num_seen += 1
+        if step.step <= _WARMUP < self._num_seen:
             return
-        if self._num_settled == _WARMUP + 1:
+        if self._num_seen == _WARMUP + 1:
             self._totals.clear()
             self._num_counted = 0
         self._num_counted += 1
         for worker in step.workers:
-            self._totals["wall"] += worker.wall / len(step.workers)
-            self._totals["hidden"] += worker.hidden / len(step.workers)
-            for name in SHARES:
-                self._totals[name] += worker.shares[name] / len(step.workers)
+            times = {"wall": worker.record.wall, "hidden": worker.hidden, **worker.shares}
+            for name, ns in times.items():
+                self._totals[f"{name}_ms"] += ns / 1e6 / len(step.workers)
         for name in ("samples_per_s", "efficiency"):
-            value = getattr(scaling, name)
+            value = getattr(speed, name)
             self._totals[name] += math.nan if value is None else value
 
-    def summary(self) -> Summary:
-        """The run so far."""
-        number = max(1, self._num_counted)
-        means = {f"{name}_ms": self._totals[name] / number / 1e6 for name in ("wall", "hidden", *SHARES)}
-        return Summary(
-            steps=max(self._newest.values()),
-            **means,
-            samples_per_s=self._rate("samples_per_s"),
-            efficiency=self._rate("efficiency"),
-            noise_scale=self._noise.value,
-            verdict=self._stragglers.text,
-        )
-
-    def _rate(self, name: str) -> float | None:
-        mean = self._totals[name] / max(1, self._num_counted)
-        return mean if self._num_counted and math.isfinite(mean) else None
-
-    def state(self) -> dict[str, Any]:
-        """What the other workers should know."""
-        return {"summary": self.summary().to_json(), "time": time.time()}
-
-    def _slow_link(self) -> Delays | None:
-        """Who stands out by the probes."""
-        one_way = all(self._clock.is_same_as(clock) for clock in self._clocks.values())
-        found: dict[tuple[int, int], list[int]] = {}
-        for rank, by_peer in self._trips.items():
-            for peer, trips in by_peer.items():
-                for there, back in trips:
-                    there, back = (there, back) if one_way else ((there + back) // 2, (there + back) // 2)
-                    found.setdefault((rank, int(peer)), []).append(there)
-                    found.setdefault((int(peer), rank), []).append(back)
-        return outlier(found, self._size, are_one_way=one_way)
+    def values(self) -> dict[str, Any]:
+        """By the names of Summary's fields; a rate that was not known in every step is None."""
+        means = {name: total / self._num_counted for name, total in self._totals.items()}
+        return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
 def _mean(name: str, notes: Mapping[int, Mapping[str, float]], samples: Mapping[int, float]) -> float | None:

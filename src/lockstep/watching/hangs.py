@@ -15,21 +15,30 @@ every beat, and writes the stack from a thread that needs no lock once the beats
 """
 
 import atexit
+import contextlib
 import dataclasses
+import faulthandler
+import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import IO
 
 from lockstep.comm.peers import Peer
 from lockstep.replica.data_parallel import DataParallel
-from lockstep.watching.hang_look import Look
-from lockstep.watching.hang_post import Post
-from lockstep.watching.hang_report import Report, Waited, report
-from lockstep.watching.hang_stack import THREAD_NAME
-from lockstep.watching.hang_state import Phase, State
-from lockstep.watching.hang_verdict import Account, Verdict, judge
-from lockstep.watching.hang_writer import Writer
+from lockstep.watching.hang_report import (
+    STANDS,
+    Account,
+    HangReport,
+    HangVerdict,
+    Waited,
+    awaited,
+    judge,
+    make_report,
+)
+from lockstep.watching.hang_state import THREAD_NAME, Look, WorkerState, all_stacks
+from lockstep.watching.heartbeats import Heartbeats
 from lockstep.world import World
 
 DEADLINE = timedelta(seconds=60)
@@ -56,55 +65,53 @@ class Hangs:
     ) -> None:
         self._world, self._peers = world, model.world.peers
         """The peers are those with whom the model is trained, with their ranks in the whole world."""
-        self._folder = folder / "hangs" if folder is not None else None
-        self._deadline_s = min(deadline, world.timeout / 2).total_seconds()
-        self._beat_s = min(BEAT_S, self._deadline_s / 4)
-        self._look = Look(world, model, still_s=self._deadline_s / 4)
+        self._writer = HangWriter(folder / "hangs" if folder is not None else None)
+        self._timer = _WaitTimer(min(deadline, world.timeout / 2).total_seconds())
+        self._beat_s = min(BEAT_S, self._timer.deadline_s / 4)
+        self._look = Look(world, model, still_s=self._timer.deadline_s / 4)
         self._latest = self._look.take()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"{THREAD_NAME}-watch", daemon=True)
-        self._post: Post | None = None
-        self._calls = 0
+        self._beats: Heartbeats | None = None
+        self._num_answered = 0
         """Calls that this worker has written its stack for."""
-        self._waits_since = 0.0
-        """When the wait that this worker is in began; 0 if it does not wait."""
-        self._due = 0.0
-        self._interval_s = self._deadline_s
         self._called_at: float | None = None
         """When this worker called, while it gathers answers."""
 
     def start(self) -> None:
         """Begin to watch; called on every worker."""
-        peers, rank = self._peers, self._peers.me.rank
-        if len(peers.all) == 1 or peers.store is None or self._post is not None:
+        peers = self._peers
+        if len(peers.all) == 1 or peers.store is None or self._beats is not None:
             return
-        self._writer = Writer(self._folder, rank)
-        self._post = Post(peers.store, rank, [peer.rank for peer in peers.all], self._compose, self._beat_s)
-        self._calls = self._post.calls
+        self._writer.open(peers.me.rank)
+        self._beats = Heartbeats(peers.store, [peer.rank for peer in peers.all], self._compose, self._beat_s)
+        self._num_answered = self._beats.calls
         peers.witness = self._world.peers.witness = self.known
         atexit.register(self.close)  # A thread that is in the store when the interpreter ends would abort the process.
-        self._writer.wind_up(self._deadline_s)
-        self._post.start()
+        self._writer.wind_up(self._timer.deadline_s)
+        self._beats.start()
         self._thread.start()
+
+    def see(self, model: DataParallel) -> None:
+        """Look at `model` from now on, the one that was wrapped last."""
+        self._look.see(model)
 
     def close(self) -> None:
         """Watch no longer; the others hear that this worker has left. A second call does nothing."""
-        if self._post is None or self._has_ended.is_set():
+        if self._beats is None or self._has_ended.is_set():
             return
         atexit.unregister(self.close)
         self._has_ended.set()
         self._thread.join(timeout=2)
-        self._latest = dataclasses.replace(self._latest, phase=Phase.LEFT, waits="", bucket=-1)
-        self._post.close()
+        self._latest = dataclasses.replace(self._latest, has_left=True, waits="", bucket=-1)
+        self._beats.close()
         self._peers.witness = self._world.peers.witness = None
         self._writer.close()
 
     def known(self) -> str:
         """What is known of the hang that this worker is in: the last report, if it was made during this wait."""
-        post = self._post
-        if post is None or not post.report or not 0 < self._waits_since <= post.report_at:
-            return ""
-        return f"What the watch found: {post.report}"
+        text, came_at = self._beats.report if self._beats is not None else ("", 0.0)
+        return f"What the watch found: {text}" if text and 0 < self._timer.since <= came_at else ""
 
     # The thread that looks
 
@@ -114,133 +121,165 @@ class Hangs:
             now = time.monotonic()
             if now - wound_at > self._beat_s / 2:
                 wound_at = now
-                self._writer.wind_up(self._deadline_s)
+                self._writer.wind_up(self._timer.deadline_s)
             self._latest = self._look.take()
-            self._watch(now)
+            self._timer.see(self._latest)
+            assert self._beats is not None
+            self._watch(self._beats, now)
 
-    def _compose(self, beat: int, answers: int) -> State:
-        """For the post's thread: the last look, stamped."""
-        clock_s, time_s = time.monotonic(), time.time()
-        told = dataclasses.replace(self._latest, beat=beat, answers=answers, clock_s=clock_s, time_s=time_s)
+    def _compose(self, answers: int) -> WorkerState:
+        """For the heartbeats' thread: the last look, stamped."""
+        told = dataclasses.replace(self._latest, answers=answers, clock_s=time.monotonic(), time_s=time.time())
         return told if answers else dataclasses.replace(told, queued=())  # Too much for every beat of everybody.
 
-    def _watch(self, now: float) -> None:
+    def _watch(self, beats: Heartbeats, now: float) -> None:
         """Answer a call; call if this worker has waited for too long; write the report if it is this worker's."""
-        assert self._post is not None
-        self._note_wait()
-        if self._post.calls > self._calls:
-            self._calls = self._post.calls
+        if beats.calls > self._num_answered:
+            self._num_answered = beats.calls
             self._write_stack(now)
         if self._called_at is None:
-            if self._waits_since and now >= self._due:
+            if self._timer.is_due(now):
                 self._called_at = now
-                self._post.call()
-        elif self._is_gathered(now):
+                beats.call()
+            return
+        answered = sum(state.answers >= beats.claimed > 0 for state in beats.states.values())
+        if answered == len(self._peers.all) or now - self._called_at >= GRACE_S:
             self._called_at = None
-            self._conclude(now)
-
-    def _note_wait(self) -> None:
-        """A new wait has its own deadline."""
-        since = self._latest.clock_s - self._latest.waits_s if self._latest.waits else 0.0
-        if not since:
-            self._waits_since = 0.0
-        elif abs(since - self._waits_since) > 0.1:
-            self._waits_since = since
-            self._interval_s = self._deadline_s
-            self._due = since + self._deadline_s
+            beats.stop_gathering()
+            if self._timer.since:  # Else it has gone on in the meantime.
+                self._conclude(beats, now)
 
     def _write_stack(self, now: float) -> None:
         """Say what this worker does; the next report of this hang comes after twice the time."""
-        self._interval_s *= 2
-        self._due = now + self._interval_s
+        self._timer.postpone(now)
         self._writer.stack(self._latest)
 
-    def _is_gathered(self, now: float) -> bool:
-        assert self._post is not None and self._called_at is not None
-        answered = sum(state.answers >= self._post.claimed > 0 for state in self._post.states.values())
-        return answered == len(self._peers.all) or now - self._called_at >= GRACE_S
-
-    def _conclude(self, now: float) -> None:
+    def _conclude(self, beats: Heartbeats, now: float) -> None:
         """The answers are there, or late: the report, if it is this worker's to write."""
-        post = self._post
-        assert post is not None
-        post.wants_states = False
-        if not self._waits_since:
-            return  # It has gone on in the meantime.
-        hears = not post.is_silent(LATE_S)
+        hears = not beats.is_silent(LATE_S)
+        accounts = [self._account(peer, beats) for peer in self._peers.all]
+        is_mine = beats.claimed > 0
         if not hears:
+            # Nobody can be asked: of each host the first worker that is not stopped writes.
             self._write_stack(now)
-        accounts = [self._account(peer) for peer in self._peers.all]
-        if (post.claimed > 0) if hears else self._is_first_here(accounts):
+            running = [a.peer.rank for a in accounts if a.process and a.process not in STANDS]
+            is_mine = self._peers.me.rank == min(running, default=self._peers.me.rank)
+        if is_mine:
             found = self._report(judge(accounts, hears=hears), accounts)
             self._writer.report(found)
-            self._writer.frozen(accounts)
-            post.publish(found.summary)
-
-    def _is_first_here(self, accounts: list[Account]) -> bool:
-        """Whether this is the first worker of its host that is not stopped: it writes where nobody can be asked."""
-        running = [a.peer.rank for a in accounts if a.process and a.process not in "TtZX"]
-        return self._peers.me.rank == min(running, default=self._peers.me.rank)
+            beats.publish(found.summary)
 
     # What is known
 
-    def _account(self, peer: Peer) -> Account:
-        assert self._post is not None
+    def _account(self, peer: Peer, beats: Heartbeats) -> Account:
         if peer.rank == self._peers.me.rank:
             return Account(peer, self._latest, 0.0, "R")
-        state = self._post.states.get(peer.rank)
+        state = beats.states.get(peer.rank)
         is_here = peer.host == self._peers.me.host
         process = peer.process_state() if is_here else ""
-        sleeps_in = _sleeps_in(peer) if is_here else ""
         if state is None:
-            return Account(peer, None, 0.0, process, sleeps_in)
+            return Account(peer, None, 0.0, process)
         # Hosts share no clock: who has not answered from another one is silent, about as long as theirs says.
         age_s = time.monotonic() - state.clock_s if is_here else max(GRACE_S, time.time() - state.time_s)
-        is_late = age_s > self._beat_s + LATE_S or not is_here or process in tuple("TtZX")
-        has_answered = state.answers >= self._post.claimed > 0
-        return Account(peer, state, max(age_s, 0.1) if is_late and not has_answered else 0.0, process, sleeps_in)
+        is_late = age_s > self._beat_s + LATE_S or not is_here or process in STANDS
+        has_answered = state.answers >= beats.claimed > 0
+        return Account(peer, state, max(age_s, 0.1) if is_late and not has_answered else 0.0, process)
 
-    def _report(self, verdict: Verdict, accounts: list[Account]) -> Report:
+    def _report(self, verdict: HangVerdict, accounts: list[Account]) -> HangReport:
         mine = self._latest
-        step, place = self._awaited(verdict, accounts)
+        step, place = awaited(verdict, accounts)
         num_bytes, params = self._look.bucket(place)
         bucket = place if 0 <= place < mine.num_buckets else None
         waited = Waited(step, mine.waits_s, bucket, mine.num_buckets, num_bytes, params)
-        return report(waited, verdict, accounts, self._folder)
-
-    def _awaited(self, verdict: Verdict, accounts: list[Account]) -> tuple[int, int]:
-        """The step, and the bucket waited for or -1.
-
-        As those say who wait, else the first that the missing ones have not sent; but where workers called different
-        things, the first that came to nothing.
-        """
-        if found := [place for account in accounts if (place := _unpaired(verdict, account)) is not None]:
-            return min(found)
-        step = max((a.state.step for a in accounts if a.waits and a.state is not None), default=self._latest.step)
-        return step, self._awaited_in(step, verdict, accounts)
-
-    def _awaited_in(self, step: int, verdict: Verdict, accounts: list[Account]) -> int:
-        waiting = [a.state for a in accounts if a.waits and a.state is not None and a.state.step == step]
-        if buckets := [state.bucket for state in waiting if state.bucket >= 0]:
-            return min(buckets)
-        if not any(state.phase is Phase.REDUCING for state in waiting):
-            return -1
-        missing = [a.state for a in accounts if a.peer.rank in verdict.missing and a.state is not None]
-        return min((state.launched if state.step >= step else 0 for state in missing), default=-1)
+        return make_report(waited, verdict, accounts, self._writer.folder)
 
 
-def _unpaired(verdict: Verdict, account: Account) -> tuple[int, int] | None:
-    """Step and place of the bucket that a worker sent where others called something else; a step sends them all."""
-    call, state = verdict.difference.get(account.peer.rank), account.state
-    if call is None or state is None or not call.is_bucket or not state.num_buckets:
-        return None
-    steps, place = divmod(state.launched - 1 - call.later_buckets, state.num_buckets)
-    return state.step + steps, place
+class _WaitTimer:
+    """When the wait that a worker is in has lasted too long: each has its own deadline, doubled by every report."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.since = 0.0
+        """When the wait began; 0 if the worker does not wait."""
+        self._due = 0.0
+        self._interval_s = deadline_s
+
+    def see(self, state: WorkerState) -> None:
+        """Take the newest look."""
+        since = state.clock_s - state.waits_s if state.waits else 0.0
+        if since and abs(since - self.since) > 0.1:
+            self._interval_s = self.deadline_s
+            self._due = since + self.deadline_s
+        elif since:
+            since = self.since
+        self.since = since
+
+    def is_due(self, now: float) -> bool:
+        """Whether a report is to be called for."""
+        return self.since > 0 and now >= self._due
+
+    def postpone(self, now: float) -> None:
+        """A report is being made."""
+        self._interval_s *= 2
+        self._due = now + self._interval_s
 
 
-def _sleeps_in(peer: Peer) -> str:
-    """Where in the kernel the main thread of a process of this host sleeps; empty if it does not, or is not told."""
-    try:
-        return Path(f"/proc/{peer.pid}/wchan").read_text().strip("0\n ")
-    except OSError:
-        return ""
+class HangWriter:
+    """Where reports and stacks go: the folder `hangs` of the run, and stderr. A full disk is no reason to fail."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._stacks: IO[bytes] | None = None
+        self._printed = ""
+        """The stack that was printed last: the same one is not printed again."""
+
+    def open(self, rank: int) -> None:
+        """Begin the file of worker `rank`, this one."""
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._stacks = (self.folder / f"worker-{rank}.txt").open("ab", buffering=0)
+
+    def wind_up(self, seconds: float) -> None:
+        """Have this worker's stack written from outside the interpreter if this is not called again in time."""
+        faulthandler.dump_traceback_later(seconds, repeat=True, file=self._stacks or sys.__stderr__ or 2)
+
+    def stack(self, state: WorkerState) -> None:
+        """What every thread of this worker does, to its file; to stderr, where it is new, what the main thread does."""
+        stack = all_stacks()
+        waits = f"waiting {state.waits_s:.1f} s ({state.waits})" if state.waits else "not waiting for others"
+        head = f"lockstep: worker {state.rank} at {time.strftime('%H:%M:%S')}, step {state.step}, {waits}:\n"
+        shown = stack
+        if self._stacks is not None:
+            shown = stack.partition("\nthread ")[0]
+            with contextlib.suppress(OSError):
+                self._stacks.write(f"{head}{stack}\n".encode())
+        if shown != self._printed:
+            self._printed = shown
+            _print(f"{head}{shown}".rstrip())
+
+    def report(self, report: HangReport) -> None:
+        """The report, for all workers."""
+        _print(report.text)
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                report.write(self.folder / "hang.json")
+
+    def close(self) -> None:
+        """Leave no file without a word in it."""
+        faulthandler.cancel_dump_traceback_later()
+        if self._stacks is None:
+            return
+        self._stacks.close()
+        path = Path(self._stacks.name)
+        with contextlib.suppress(OSError):  # Others may still have theirs in the folder.
+            if path.stat().st_size == 0:
+                path.unlink()
+                path.parent.rmdir()
+
+
+def _print(text: str) -> None:
+    """In one piece, so that the lines of several workers do not mix."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()

@@ -1,22 +1,28 @@
-"""Which wire pays on this machine: what `wire="auto"` measures, how it predicts a pass, and what it chooses.
+"""`wire="auto"`: which wire pays on this machine, found out by trying each for a few passes and timing them.
 
-Everything here is computed from numbers, the same on every worker; `replica/choosing.py` measures them and tries what
-is proposed here. A pass is predicted as a line of buckets: each is ready at its moment of the backward pass, is encoded
-and sent when those before it are through, and the pass ends with the last of them, or with the backward pass itself.
+All workers decide from the same numbers, since they exchange what they have measured. Where buckets are laid out anew
+(after the first step, when parameters are unfrozen) it all begins again.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
-from lockstep.wire.full import Full
-from lockstep.wire.half import Half
-from lockstep.wire.int8 import Int8
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import UsageError
+from lockstep.wire.blockwise import Int8, Sign
 from lockstep.wire.low_rank import LowRank
+from lockstep.wire.plain import Full, Half
 from lockstep.wire.protocol import BucketShape, Wire, require
-from lockstep.wire.sign import Sign
-from lockstep.wire.sums import SumWire
+from lockstep.wire.reduction import WireReduction
 from lockstep.wire.top_k import TopK
+from lockstep.world import World
 
+AUTO = "auto"
 LOSSES: tuple[tuple[float, Wire], ...] = (
     (0.0, Full()),
     (0.01, Half("bf16")),
@@ -32,17 +38,17 @@ WORTH = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Measures, in the first steps, what encoding and sending cost here, and picks what makes the pass fastest.
+    """Tries, in the first steps, which wires make the pass faster here, and keeps the fastest.
 
     budget: by how much the final loss may be higher, as a share: 0.01 allows Half and Int8, 0.1 Sign as well, 0.25
         LowRank(4), 1 TopK(0.01), 0 nothing but Full. What wires cost was measured on a small language model in a short
         training from nothing (docs/benchmarks.md), which is hard on them; on another one it may be more or less.
     candidates: wires to choose from, from the least lossy on, instead of those that the budget allows.
-    trial_steps: how many steps each of the most promising is tried for, after one to get warm.
+    trial_steps: how many steps each of them is tried for, after one to get warm.
 
-    Volume and memory: those of what it picks, bucket by bucket. Exactness: that of the most lossy wire picked; `Full`
-    where nothing helps. What a wire that was tried has not sent yet is sent by the one that follows it. The choice
-    depends on the machine, and so do the bits.
+    Volume and memory: those of what it picks. Exactness: that of what it picks; `Full` where nothing helps. What a wire
+    that was tried has not sent yet is sent by the one that follows it. The choice depends on the machine, and so do
+    the bits.
     """
 
     budget: float = 0.01
@@ -65,77 +71,99 @@ class Auto:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """What a message costs."""
+class Choice:
+    """What was chosen, and why; the same on every worker."""
 
-    latency_s: float
-    """Of one without content."""
-    bytes_per_s: float
-    """Sent by each worker."""
+    wire: Wire
+    tried: tuple[tuple[Wire, float], ...]
+    """Each wire, and seconds from the beginning of the backward pass until all gradients are in place: the median pass,
+    on the slowest worker."""
 
-    def seconds(self, wire: Wire, bucket: BucketShape, size: int) -> float:
-        """What the messages of one bucket take."""
-        num_messages = 1 if isinstance(wire, SumWire) else 2
-        return num_messages * self.latency_s + wire.bytes_promised(bucket, size) / self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What a pass is made of; the mean over the workers, so that all predict alike."""
-
-    ready_s: tuple[float, ...]
-    """When each bucket was full, from the beginning of the backward pass on."""
-    backward_s: float
-    """How long that pass takes without any sending."""
-    encode_s: tuple[tuple[float, ...], ...]
-    """For each wire and bucket: encoding, combining and decoding."""
-    link_s: tuple[tuple[float, ...], ...]
-    """For each wire and bucket: its messages."""
-    steals: bool
-    """Whether encoding takes the time of those who compute, as on a CPU."""
-
-    def predict(self, chosen: Sequence[int]) -> float:
-        """How long the pass takes if bucket b travels by wire `chosen[b]`."""
-        stolen = through = 0.0
-        for bucket, wire in enumerate(chosen):
-            begin = max(self.ready_s[bucket] + stolen, through)
-            encoding = self.encode_s[wire][bucket]
-            through = begin + encoding + self.link_s[wire][bucket]
-            stolen += encoding if self.steals else 0.0
-        return max(through, self.backward_s + stolen)
-
-    def exposed(self, chosen: Sequence[int]) -> float:
-        """How much of that comes after the backward pass."""
-        return max(0.0, self.predict(chosen) - self.backward_s)
+    def __str__(self) -> str:
+        tried = "; ".join(f"{wire} {1e3 * seconds:.1f} ms" for wire, seconds in self.tried)
+        return f'wire="auto" chose {self.wire}. Tried, from the beginning of a backward pass to its gradients: {tried}.'
 
 
-def proposals(costs: Costs, most: int = 3) -> list[tuple[int, ...]]:
-    """What is worth trying, as a wire for each bucket: all by the first wire, then the most promising, at most so many.
-
-    Promising is each wire for all buckets, and a mixture that no change of a single bucket makes better.
-    """
-    num_buckets, num_wires = len(costs.ready_s), len(costs.encode_s)
-    uniform = [(wire,) * num_buckets for wire in range(num_wires)]
-    best = min(uniform, key=costs.predict)
-    mixed = _improve(costs, best, num_wires)
-    found = sorted([*uniform[1:], mixed], key=costs.predict)
-    worthy = [each for each in found if costs.predict(each) < costs.predict(uniform[0])]
-    return list(dict.fromkeys([uniform[0], *worthy]))[:most]
-
-
-def _improve(costs: Costs, start: tuple[int, ...], num_wires: int) -> tuple[int, ...]:
-    chosen = list(start)
-    while True:
-        before = costs.predict(chosen)
-        for bucket in range(len(chosen)):
-            options = [[*chosen[:bucket], wire, *chosen[bucket + 1 :]] for wire in range(num_wires)]
-            chosen = min(options, key=costs.predict)
-        if costs.predict(chosen) > (1 - WORTH) * before:
-            return tuple(chosen)
-
-
-def best_of(tried: Sequence[tuple[tuple[int, ...], float]]) -> tuple[int, ...]:
-    """Of what was tried for so many seconds a pass: the fastest, but a less lossy one if that is nearly as fast."""
+def best_of(tried: Sequence[tuple[Wire, float]]) -> Wire:
+    """The fastest of what was tried, from the least lossy on; a less lossy one if that is nearly as fast."""
     fastest = min(seconds for _, seconds in tried)
-    near = [(max(chosen), seconds, chosen) for chosen, seconds in tried if seconds <= fastest * (1 + WORTH)]
-    return min(near)[2]
+    return next(wire for wire, seconds in tried if seconds <= fastest * (1 + WORTH))
+
+
+class ChoosingReduction(WireReduction):
+    """Sums of all workers, by the wire that is found to be the fastest."""
+
+    def __init__(self, auto: Auto, world: World, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(auto.wires()[0], world, group, device)
+        self._auto, self._world, self._device = auto, world, device
+        self._shapes: Mapping[int, BucketShape] = {}
+        self._course: Iterator[None] | None = None
+        self._began_s = self._pass_s = 0.0
+        self.choice: Choice | None = None
+        """What was chosen, once it has been."""
+
+    def adopt(self, shapes: Mapping[int, BucketShape]) -> None:
+        """Begin anew with these buckets."""
+        self._shapes, self.choice = shapes, None
+        self._course = self._choose()
+        next(self._course, None)
+
+    def report(self) -> str:
+        """What was chosen, and why."""
+        return str(self.choice) if self.choice is not None else 'wire="auto" has not chosen yet: it is measuring.'
+
+    def begin_pass(self) -> None:
+        """A pass begins."""
+        if self._course is not None:
+            self._began_s = self._now_s()
+
+    def end_pass(self) -> None:
+        """A pass has ended: go on in the course of choosing."""
+        if self._course is not None:
+            self._pass_s = self._now_s() - self._began_s
+            next(self._course, None)
+
+    def _choose(self) -> Iterator[None]:
+        """The course of choosing, one pass after the other."""
+        tried = []
+        for wire in self._auto.wires():
+            self._use(wire)
+            yield  # To get warm.
+            seconds = []
+            for _ in range(self._auto.trial_steps):
+                yield
+                seconds.append(self._pass_s)
+            tried.append((wire, max(self._world.gather_json(median(seconds)))))
+        self.choice = Choice(best_of(tried), tuple(tried))
+        self._use(self.choice.wire)
+        self._course = None
+
+    def _use(self, wire: Wire) -> None:
+        self._wire = wire
+        super().adopt(self._shapes)
+
+    def _now_s(self) -> float:
+        """On a GPU when all that has been queued is done, which only the first steps of a run can bear."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def require_wire(wire: object) -> None:
+    """Raise UsageError unless `wire` can carry gradients."""
+    if wire is None or wire == AUTO or isinstance(wire, Auto):
+        return
+    if isinstance(wire, type):
+        raise UsageError(f"wire={wire.__name__} is the class: give one of it, as wire=lockstep.wire.{wire.__name__}().")
+    if not all(callable(getattr(wire, name, None)) for name in ("open", "bytes_promised")):
+        raise UsageError(
+            f"wire={wire!r}: use one of lockstep.wire, as lockstep.wire.Half('bf16'), \"auto\", or an object of that "
+            "protocol (see lockstep.wire.protocol)."
+        )
+
+
+def reduction_by(wire: Any, world: World, group: dist.ProcessGroup, device: torch.device) -> WireReduction:
+    """The reduction for what a user gave as `wire`."""
+    if wire == AUTO or isinstance(wire, Auto):
+        return ChoosingReduction(Auto() if wire == AUTO else wire, world, group, device)
+    return WireReduction(wire, world, group, device)

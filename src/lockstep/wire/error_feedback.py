@@ -5,7 +5,7 @@ the gradient is added to it, the sum is encoded, and what the encoding did not c
 decoded differs from the sum of all that was put in by the present error alone, however many steps there were.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class ErrorFeedback:
         """How much of the error is added to the next gradient."""
         self.values = torch.zeros(numel, dtype=torch.float32, device=bucket.device)
         """Between exchanges the error; after `add` what is to be encoded, out of which the encoder takes its part."""
-        self._padding = _padding(bucket, begin, numel)
+        self._padding = padding_of(bucket, begin, numel)
 
     def add(self, flat: Tensor) -> Tensor:
         """Add the gradients of the bucket; returns what is to be encoded: the error's own memory."""
@@ -76,12 +76,8 @@ def clear(flat: Tensor, padding: Tensor | None) -> None:
         flat.index_fill_(0, padding, 0)
 
 
-def padding_of(bucket: BucketShape) -> Tensor | None:
-    """The places of a bucket that belong to no piece, or None if there are none."""
-    return _padding(bucket, 0, bucket.numel)
-
-
-def _padding(bucket: BucketShape, begin: int, numel: int) -> Tensor | None:
+def padding_of(bucket: BucketShape, begin: int, numel: int) -> Tensor | None:
+    """The places of so many values from `begin` on that belong to no piece, or None if there are none."""
     gaps = [*bucket.gaps(), (bucket.numel, begin + numel)]
     inside = [(max(first, begin) - begin, min(last, begin + numel) - begin) for first, last in gaps]
     ranges = [torch.arange(first, last) for first, last in inside if first < last]
@@ -133,6 +129,25 @@ def all_errors(state: Mapping[str, Tensor], bucket: BucketShape) -> ErrorFeedbac
     error = ErrorFeedback(bucket, 0, bucket.numel)
     load_errors(zeros | dict(state), bucket, error, ErrorFeedback(bucket, bucket.numel, 0))
     return error
+
+
+def shared_out(states: Iterable[Mapping[str, Tensor]], size: int) -> dict[str, Tensor]:
+    """One of `size` equal shares of all that waits on any worker, given what each of another number remembered.
+
+    It is the sum of all errors that counts, whoever holds them. What else a wire remembers is alike on all.
+    """
+    found: dict[str, Tensor] = {}
+    for state in states:
+        for name, value in state.items():
+            if name.startswith("error."):
+                found[name] = found[name] + value / size if name in found else value / size
+            elif not name.startswith("owner_"):
+                found.setdefault(name, value)
+        for name in [name for name in state if name.startswith("owner_error.")]:
+            piece = name.removeprefix("owner_error.")
+            part, begin = state[name].view(-1), int(state[f"owner_begin.{piece}"])
+            found[f"error.{piece}"].view(-1)[begin : begin + part.numel()] += part / size
+    return found
 
 
 def _fill(whole: Tensor, piece: Piece, begin: int, end: int, part: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.wire.error_feedback import ErrorFeedback, clear, drop_overflow, find, load_errors, padding_of, save_errors
-from lockstep.wire.protocol import BucketShape, Parcel, Piece, Route, as_bucket, require
+from lockstep.wire.protocol import BucketShape, Parcel, Passage, Piece, Route, as_bucket, require
 
 VALUE_BYTES = 4
 MIN_SAVING = 2
@@ -36,7 +36,6 @@ class LowRank:
 
     rank: int = 4
 
-    is_lossy = True
     bucket_mb = 200
 
     def __post_init__(self) -> None:
@@ -115,7 +114,7 @@ def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return views
 
 
-class LowRankPassage:
+class LowRankPassage(Passage):
     """One bucket in two all-reduces, with the error of its matrices and the right factors to begin the next step from.
 
     encode    left factor = matrix @ right factor of the last step
@@ -127,7 +126,7 @@ class LowRankPassage:
         self._bucket = bucket
         self._plan = plan = _Plan(bucket, rank)
         self._error = ErrorFeedback(bucket, 0, bucket.numel)
-        self._padding = padding_of(bucket)
+        self._padding = padding_of(bucket, 0, bucket.numel)
         self._matrices = [matrix.of(self._error.values) for matrix in plan.matrices]
         self._whole = [self._error.values[piece.offset : piece.end] for piece in plan.whole]
         self._fresh = [_random(matrix, bucket.device) for matrix in plan.matrices]

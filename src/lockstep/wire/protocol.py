@@ -28,6 +28,7 @@ passage of your own, as `LowRank` does. Whatever you write must give a non-finit
 that an overflow is seen, and must decode the same bytes to the same bits on every worker.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -131,25 +132,29 @@ class BucketShape:
             yield end, self.numel
 
 
-class Passage(Protocol):
-    """One bucket on its way over a wire on one worker, step after step."""
+class Passage(ABC):
+    """One bucket on its way over a wire on one worker, step after step. As it stands here, nothing is remembered."""
 
+    @abstractmethod
     def encode(self, flat: Tensor) -> Parcel:
         """Encode this worker's bucket, which must stay as it is until `decode` if the parcel is a view of it."""
 
     def combine(self, arrived: Tensor) -> Parcel | None:
         """Make the parcel back of what arrived; None if what arrived is to be decoded."""
+        return None
 
+    @abstractmethod
     def decode(self, arrived: Tensor, flat: Tensor) -> None:
         """Write the sum over all workers into the bucket; the same bits on every worker."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must be kept to go on after a restart, by the names of pieces: this worker's own copies."""
+        return {}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Go on from what `state_dict` gave; it may hold more pieces than this bucket has."""
 
-    def rescale(self, factor: float) -> None:
+    def rescale(self, factor: float) -> None:  # noqa: B027
         """Multiply what is remembered of past gradients: the loss scale has changed."""
 
 
@@ -157,14 +162,10 @@ class Wire(Protocol):
     """How buckets are encoded while they travel."""
 
     @property
-    def is_lossy(self) -> bool:
-        """Whether the sum differs from that of a plain all-reduce."""
-
-    @property
     def bucket_mb(self) -> float:
         """MB of gradients to encode at a time on GPUs, where a message costs more than a small one's bytes.
 
-        Tuned by `bench/step.py` with GPT-2 124M on 2 NCCL ranks; on the CPU buckets stay small.
+        Tuned by `lockstep bench gpu` with GPT-2 124M on 2 NCCL ranks; on the CPU buckets stay small.
         """
 
     def open(self, bucket: BucketShape, rank: int, size: int) -> Passage:

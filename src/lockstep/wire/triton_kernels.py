@@ -1,11 +1,29 @@
 # mypy: ignore-errors
-"""The kernels themselves; only `kernels` imports this, where there is Triton.
+"""What `blockwise` computes, on CUDA, each in one pass over memory; imported only where there is Triton.
 
 Each program works on COUNT blocks of one row (a chunk). Scales and payloads of a row lie at strides that are given.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+PROGRAM_NUMEL = 4096
+"""Values per program: 16 KiB of fp32, spread over 4 warps."""
+
+
+def launch(kernel, values, scales, payload, *rest, **flags):
+    """Run a kernel over values (rows, blocks, block), scales (rows, blocks) and payloads (rows, blocks, bytes)."""
+    rows, num_blocks, block = values.shape
+    # The kernels reckon with values and payloads of a row one behind the other; rows of bytes may be apart.
+    assert values.is_contiguous() and payload.stride(1) == payload.shape[2] and payload.stride(2) == 1
+    per_program = max(1, PROGRAM_NUMEL // block)
+    grid = (-(-num_blocks // per_program), rows)
+    strides = (scales.stride(0), payload.stride(0))
+    options = {"BLOCK": block, "COUNT": per_program, **flags}
+    with torch.cuda.device(values.device):
+        # Without fusing: a product that is not rounded before it is added differs from what torch computes.
+        kernel[grid](values, scales, payload, *strides, num_blocks, *rest, **options, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -19,9 +37,8 @@ def int8_encode(
     smallest,
     BLOCK: tl.constexpr,  # noqa: N803
     COUNT: tl.constexpr,  # noqa: N803
-    TAKES: tl.constexpr,  # noqa: N803
 ):
-    """Scale and round; with TAKES, leave in the values what that lost."""
+    """Scale and round; leave in the values what that lost."""
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     is_in = block < num_blocks
@@ -39,9 +56,8 @@ def int8_encode(
     quanta = (tl.where(is_spoiled[:, None], 0.0, x) * factor[:, None] + 12582912.0) - 12582912.0
     tl.store(scales + row * scales_stride + block, tl.where(is_spoiled, float("nan"), scale), mask=is_in)
     tl.store(payload + row * payload_stride + inside, quanta.to(tl.int8), mask=is_in[:, None])
-    if TAKES:
-        error = tl.where(is_spoiled[:, None], 0.0, x - quanta * scale[:, None])
-        tl.store(at, error, mask=is_in[:, None])
+    error = tl.where(is_spoiled[:, None], 0.0, x - quanta * scale[:, None])
+    tl.store(at, error, mask=is_in[:, None])
 
 
 @triton.jit
@@ -81,9 +97,8 @@ def sign_encode(
     counts,
     BLOCK: tl.constexpr,  # noqa: N803
     COUNT: tl.constexpr,  # noqa: N803
-    TAKES: tl.constexpr,  # noqa: N803
 ):
-    """Pack the signs; with TAKES, leave in the values what they do not tell."""
+    """Pack the signs; leave in the values what they do not tell."""
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     is_in = block < num_blocks
@@ -99,9 +114,8 @@ def sign_encode(
     bytes_at = block[:, None].to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
     tl.store(payload + row * payload_stride + bytes_at, packed.to(tl.uint8), mask=is_in[:, None])
     tl.store(scales + row * scales_stride + block, tl.where(is_spoiled, float("nan"), scale), mask=is_in)
-    if TAKES:
-        told = tl.where(is_negative, -scale[:, None], scale[:, None])
-        tl.store(at, tl.where(is_spoiled[:, None], 0.0, x - told), mask=is_in[:, None])
+    told = tl.where(is_negative, -scale[:, None], scale[:, None])
+    tl.store(at, tl.where(is_spoiled[:, None], 0.0, x - told), mask=is_in[:, None])
 
 
 @triton.jit

@@ -1,50 +1,130 @@
 """`shm`, a torch.distributed backend for CPU workers of one host.
 
-`register` makes the name known; then `dist.init_process_group("shm")`, `"cpu:shm,cuda:nccl"` and
+`import lockstep` makes the name known; then `dist.init_process_group("shm")`, `"cpu:shm,cuda:nccl"` and
 `dist.new_group(backend="shm")` give a `ShmGroup`. A tensor of `allocate` is reduced where it lies. Any other is
 staged through a window of fixed size.
+
+To be known it must be registered, whichever of torch and lockstep is imported first, and `import lockstep` must not
+import torch by itself: `lockstep run` would wait seconds for it before it starts a worker. So, where torch is not there
+yet, the import system is asked to say when it has come; and this module imports torch only inside its functions.
 """
 
+import importlib.abc
+import importlib.machinery
 import platform
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
-from lockstep.comm.futex import SYSCALL_NUMBERS
-from lockstep.comm.registration import register
-from lockstep.comm.shm.group import ShmGroup
-from lockstep.errors import UsageError
+    from lockstep.comm.shm.group import ShmGroup
 
 __all__ = ["allocate", "allocate_common", "is_supported", "register", "release"]
+
+NAME = "shm"
 
 
 def is_supported() -> bool:
     """Whether workers of this host can share memory."""
+    from lockstep.comm.shm.futex import SYSCALL_NUMBERS
+
     return platform.system() == "Linux" and platform.machine() in SYSCALL_NUMBERS
 
 
-def allocate(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Tensor:
+def allocate(group: "dist.ProcessGroup", numel: int, dtype: "torch.dtype") -> "torch.Tensor":
     """A zeroed flat tensor in shared memory, which `group` reduces where it lies; every worker of the group calls this.
 
     The memory is given back when all tensors over it and the group are gone, or after `release`.
     """
-    if not isinstance(group, ShmGroup):
-        raise UsageError(f"shm.allocate needs a group of backend shm, not {type(group).__name__}.")
-    return group.allocate(numel, dtype)
+    return _checked(group, "allocate").allocate(numel, dtype)
 
 
-def allocate_common(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Tensor:
+def allocate_common(group: "dist.ProcessGroup", numel: int, dtype: "torch.dtype") -> "torch.Tensor":
     """A zeroed flat tensor that exists once: what one worker writes, all see. Every worker of the group calls this.
 
     Nothing orders those writes: put a barrier between writing and reading.
     """
-    if not isinstance(group, ShmGroup):
-        raise UsageError(f"shm.allocate_common needs a group of backend shm, not {type(group).__name__}.")
-    return group.allocate_common(numel, dtype)
+    return _checked(group, "allocate_common").allocate_common(numel, dtype)
 
 
-def release(group: dist.ProcessGroup, tensor: Tensor) -> None:
+def release(group: "dist.ProcessGroup", tensor: "torch.Tensor") -> None:
     """Let go of memory from `allocate` before the group ends; it is freed when no tensor over it is left."""
+    from lockstep.comm.shm.group import ShmGroup
+
     if isinstance(group, ShmGroup):
         group.release(tensor)
+
+
+def _checked(group: "dist.ProcessGroup", name: str) -> "ShmGroup":
+    from lockstep.comm.shm.group import ShmGroup
+    from lockstep.errors import UsageError
+
+    if not isinstance(group, ShmGroup):
+        raise UsageError(f"shm.{name} needs a group of backend shm, not {type(group).__name__}.")
+    return group
+
+
+# --- Registration ---
+
+
+def register() -> None:
+    """Make `shm` known to torch.distributed; calling it again does nothing."""
+    import torch.distributed as dist
+
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def register_when_torch_is_there() -> None:
+    """Register now if torch has been imported, else as soon as it is."""
+    if "torch" in sys.modules and hasattr(sys.modules["torch"], "distributed"):
+        register()
+    else:
+        sys.meta_path.insert(0, _Watch())
+
+
+def _create(options: Any, _: object) -> "ShmGroup":
+    """What torch calls to make a group."""
+    import torch.distributed as dist
+
+    from lockstep.errors import LaunchError
+
+    if not is_supported():
+        raise LaunchError(
+            "backend shm needs Linux (memfd and futex) on a machine whose system calls it knows, and this is "
+            f"{platform.system()} on {platform.machine()}. Use gloo: join(backend='gloo') or "
+            "init_process_group('gloo')."
+        )
+    from lockstep.comm.shm.group import ShmGroup
+
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    ranks = list(options.global_ranks_in_group) or list(range(size))
+    deadline = timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout
+    generation = options.store.add(f"joins/{rank}", 1)  # A store that outlives a group must not show the old one.
+    return ShmGroup(dist.PrefixStore(f"shm/{generation}", options.store), rank, size, ranks, deadline)
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Waits for the import of torch, and steps aside."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find torch as if this were not here, but have its loader call `register` at the end."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                register()
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec

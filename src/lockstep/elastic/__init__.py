@@ -1,0 +1,6 @@
+"""A lost worker costs no step: who trains now, and the step as a transaction.
+
+coordinator   decides who belongs to a generation; in the launcher
+recovery      what a trainer's call does when its world breaks, or is to change; in every worker
+transfer      a training run's state, from who has it to who has not
+"""

@@ -1,0 +1,324 @@
+"""What a wrapped model is made of besides its module: chosen and put together once, from what was asked for.
+
+    alone       nothing travels; master weights, where there are any, are this worker's own
+    equal       start equal, and send nothing afterwards
+    together    how buckets are added, what is split, what is kept equal; then the reducer
+
+Every worker assembles the same, in the same order, since the parts talk to their like while they are made.
+
+`DataParallel` has one engine, as its one private handle for the trainer, checkpoints, watchers and verify.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.comm.group import shares_memory
+from lockstep.comm.memory import memory_of
+from lockstep.replica import agreement, allocator, layout, modules
+from lockstep.replica.bucket import Buckets
+from lockstep.replica.buffers import Buffers
+from lockstep.replica.embedding_rows import RowsReducer, find_tables
+from lockstep.replica.layout import LATE, UNCUT, Granularity
+from lockstep.replica.optimizer import SplitOptimizer
+from lockstep.replica.params import Owned
+from lockstep.replica.placement import Placement, SplitPlacement
+from lockstep.replica.precision import Masters
+from lockstep.replica.reducer import Reducer, SharedState
+from lockstep.replica.reduction import BucketReduction, CodedReduction, FastReduction, Partials, TreeReduction
+from lockstep.replica.step_state import tail_numel
+from lockstep.replica.wrapping import WrapOptions
+from lockstep.wire.auto import reduction_by
+from lockstep.wire.reduction import WireReduction
+from lockstep.world import World
+
+
+class StepShards(Protocol):
+    """The shards of a step that one worker runs, whose gradients and buffers are added along one tree."""
+
+    partials: Partials
+    """Gradients of the shards that are done."""
+    group: dist.ProcessGroup | None
+    """Of this replica alone, for its buckets; None on a lone worker, like `reduction`."""
+    reduction: TreeReduction | None
+
+    @property
+    def buffers(self) -> Buffers:
+        """What shards make of the buffers."""
+
+    def release(self) -> None:
+        """Let go of the group."""
+
+
+class StrategyTensors(Protocol):
+    """Tensors that a strategy keeps next to the replica, and that go with it into its checkpoints."""
+
+    def common_tensors(self) -> dict[str, Tensor]:
+        """Those that all workers have alike: written once, as `strategy/all/NAME`, for any number of workers."""
+
+    def load_common_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `common_tensors` gave; nothing where the checkpoint has none."""
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """This worker's own, written as `strategy/RANK/NAME`."""
+
+    def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from this worker's own; nothing where the checkpoint was written by another number of workers."""
+
+    def release(self) -> None:
+        """The world is left: let go of its groups."""
+
+
+class Engine:
+    """The parts of a wrapped model; every worker of the world makes one, at the same time.
+
+    `reducer`, `split` and the rest are None where there is nothing for them to do.
+    """
+
+    def __init__(self, world: World, module: nn.Module, options: WrapOptions, shards: StepShards | None) -> None:
+        self._world, self._options = world, options
+        self._names, self._params, owners = modules.contents(module)
+        self._device = next((param.device for param in self._params if not param.is_meta), world.device)
+        self.reducer: Reducer | None = None
+        """What sends gradients, if anything does."""
+        self.wire: WireReduction | None = None
+        """What the wires remember and count."""
+        self.split: SplitPlacement | None = None
+        """This worker's part of what is split."""
+        self._shards = shards
+        self._masters: Masters | None = None
+        self._split_optimizer: SplitOptimizer | None = None
+        self._formats = [(param.shape, param.stride(), param.dtype) for param in self._params]
+        """Of the parameters as they were given."""
+        self.strategy: StrategyTensors | None = None
+        """What a strategy keeps with this replica."""
+        if shards is not None:
+            modules.close_gaps(self._params)
+        if self._device.type == "cpu":
+            allocator.keep_freed_memory()
+        try:
+            if world.size == 1:
+                self._assemble_alone(module, shards)
+            elif options.reduces:
+                self._assemble(module, owners, shards)
+            else:
+                agreement.start_equal(world, self._names, self._params, owners, with_buffers=True)
+        except BaseException:
+            if world.generations is not None:  # The module is to be wrapped again, in another world.
+                self._dismantle()
+            raise
+        self.number = world.replicas.next_number()
+        """Which of the world's wrapped models this is."""
+        self.own_numbers: Any = world.own_stream("model", self.number, torch_only=True, device=world.device)
+        """What the module draws in its forward pass comes from here. torch.compile does not see it."""
+        self.is_driven = False
+        """Whether the trainer seeds the generators before every pass, and weighs the losses."""
+
+    # Assembly
+
+    def _assemble_alone(self, module: nn.Module, shards: StepShards | None) -> None:
+        optimizer, precision = self._options.optimizer, self._options.precision
+        if modules.has_meta(module):
+            modules.MetaParams(module, self._device, self._world.seed).make_rest()
+        if precision is not None and optimizer is not None:
+            self._masters = Masters(self._params, optimizer, precision)
+        if shards is not None:
+            shards.buffers.see()
+
+    def _assemble(self, module: nn.Module, owners: Sequence[tuple[nn.Module, str]], shards: StepShards | None) -> None:
+        world, options, device, names, params = self._world, self._options, self._device, self._names, self._params
+        assert world.group is not None
+        own = shards.group if shards is not None else None
+        group = own or world.own_groups.take(world.group, device, world.timeout, world.gather_json)
+        reduction: BucketReduction = FastReduction(group)
+        if options.wire is not None:
+            self.wire = reduction_by(options.wire, world, group, device)
+            reduction = CodedReduction(self.wire, names, group.size())
+        elif shards is not None and shards.reduction is not None:
+            reduction = shards.reduction
+        placement = Placement(reduction, memory_of(group, device), device)
+        if options.zero:
+            self.split = placement = SplitPlacement(world, group, reduction, module, params, device, options)
+        world.own_groups.free_after(placement, group)
+        if options.init_sync:
+            agreement.start_equal(world, names, params, owners, with_buffers=options.starts_buffers_equal)
+        kept = [owner for owner in owners if options.keeps_buffers_equal and not modules.is_equal_anyway(*owner)]
+        # Where parameters have fixed places, or are added along a tree, all of them are expected, and as dense ones.
+        all_trained = options.zero > 0 or shards is not None
+        shared = SharedState(
+            names,
+            params,
+            sparse_params=frozenset() if all_trained else modules.sparse_params(module, params),
+            buffers=shards.buffers if shards is not None else Buffers(world, kept),
+        )
+        tables = find_tables(module, params, world) if self._may_send_rows(shards) else {}
+        trained = range(len(params)) if all_trained else _trained_anywhere(world, params)
+        buckets = Buckets(
+            params,
+            # In the reverse order of registration, which is a guess: the first step shows the right one.
+            [index for index in reversed(trained) if index not in shared.sparse_params],
+            placement.rules,
+            placement.memory,
+            grain=self._granularity(group),
+            tail_numel=tail_numel(len(params), len(shared.buffers)),
+            alone=frozenset(tables) if placement.rules.is_fixed else frozenset(),
+        )
+        partials = shards.partials if shards is not None else None
+        if tables:
+            self.reducer = RowsReducer(tables, world, shared, buckets, placement, group=group, partials=partials)
+        else:
+            self.reducer = Reducer(world, shared, buckets, placement, group=group, partials=partials)
+        if self.split is not None and options.optimizer is not None:
+            self._split_optimizer = SplitOptimizer(options.optimizer)
+            self._split_optimizer.point_at(params, self.split.parts)
+            self._split_optimizer.around_step(self.split.before_update, self.split.after_update)
+            allocator.trim()
+        shared.buffers.see()
+
+    def _may_send_rows(self, shards: StepShards | None) -> bool:
+        """Whether embeddings may travel apart from buckets.
+
+        Not where a wire is to see all, nor on a GPU, whose host cannot know the rows; nor where parameters are gathered
+        by block, since a table then comes and goes with its block.
+        """
+        is_plain = self._options.wire is None and shards is None and self._options.precision is None
+        return is_plain and self._device.type == "cpu" and not self.gathers
+
+    def _granularity(self, group: dist.ProcessGroup) -> Granularity:
+        """The usual, or no more buckets than memory asks for where nothing can be hidden anyway."""
+        cap_mb, wire, zero = self._options.bucket_cap_mb, self._options.wire, self._options.zero
+        is_shared = shares_memory(group, self._device)
+        if is_shared and cap_mb is None and wire is None and are_all_computing(self._world):
+            return UNCUT if zero < 2 else LATE
+        return granularity(self._world, self._device, cap_mb, wire=wire, zero=zero)
+
+    # What the trainer, checkpoints and watchers need
+
+    def drive(self) -> None:
+        """The caller seeds the generators before every pass from now on, and weighs the losses."""
+        self.is_driven = True
+        if self.reducer is not None:
+            self.reducer.trust_inputs()
+        self.own_numbers = contextlib.nullcontext()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are gathered when they are used, so that a pass needs all workers."""
+        return self.split is not None and self.split.gathered is not None
+
+    def expect_overflows(self) -> None:
+        """A gradient scaler will decide by the gradients whether to step: let all workers see the same overflows."""
+        if self.split is not None:
+            self.split.expect_overflows()
+
+    def finish_without_pass(self) -> None:
+        """End a step without a backward pass on this worker; nothing to do on a lone one."""
+        if self.reducer is not None:
+            self.reducer.finish_without_pass()
+
+    def abandon(self) -> None:
+        """Make the step in flight void on all workers, since this one's pass has failed."""
+        if self.reducer is not None:
+            self.reducer.abandon()
+
+    @property
+    def parts(self) -> list[Owned] | None:
+        """What this worker's optimizer updates where something is split, or has masters; else None."""
+        if self.split is not None:
+            return self.split.owned(self._params)
+        return self._masters.owned() if self._masters is not None else None
+
+    def before_load(self) -> None:
+        """What the optimizer updates is about to be overwritten; every worker calls this."""
+        if self.split is not None:
+            self.split.before_update()
+
+    def after_load(self) -> None:
+        """What the optimizer updates has been overwritten; every worker calls this."""
+        if self.split is not None:
+            self.split.after_update()
+        if self._masters is not None:
+            self._masters.publish()
+
+    @contextlib.contextmanager
+    def whole_params(self, call: str) -> Iterator[None]:
+        """A block in which all parameters are there, to be read and changed; `call` is what the user called."""
+        if self.split is not None:
+            with self.split.whole_params(call):
+                yield
+            return
+        yield
+        if self._masters is not None:
+            self._masters.take_back()
+
+    def unsplit(self) -> None:
+        """Give module and optimizer whole parameters again, of zeros: to be wrapped anew, and restored."""
+        if self._split_optimizer is None:
+            return
+        self._split_optimizer.point_back()
+        self._split_optimizer = None
+        self._make_whole()
+
+    def _make_whole(self) -> None:
+        for param, (shape, strides, dtype) in zip(self._params, self._formats, strict=True):
+            param.grad = None
+            param.data = torch.zeros(shape, dtype=dtype, device=param.device).as_strided(shape, strides)
+
+    def _dismantle(self) -> None:
+        """A peer was lost while this was being made: leave nothing of it on module and optimizer."""
+        if self.reducer is not None:
+            self.reducer.release()
+        elif self.split is not None:
+            self.split.release()
+        if self._split_optimizer is not None:
+            self._split_optimizer.point_back()
+        if self.split is not None:
+            self._make_whole()
+
+    def release(self) -> None:
+        """Let go of everything that belongs to the world."""
+        if self.reducer is not None:
+            self.reducer.release()
+        if self._shards is not None:
+            self._shards.release()
+        if self.strategy is not None:
+            self.strategy.release()
+
+
+def _trained_anywhere(world: World, params: Sequence[nn.Parameter]) -> list[int]:
+    """Parameters that need a gradient on some worker: all workers must lay out the same buckets."""
+    mine = [index for index, param in enumerate(params) if param.requires_grad]
+    return sorted(set().union(*world.gather_json(mine)))
+
+
+def granularity(
+    world: World, device: torch.device, cap_mb: float | None, *, wire: object = None, zero: int = 0
+) -> Granularity:
+    """How finely gradients are cut into buckets, by the way that they travel; the user's cap counts if given."""
+    is_coded = wire is not None and device.type == "cuda"
+    # Within a host a message costs more than what a smaller one would hide.
+    share = layout.ALL_OF_REST if world.peers.are_on_one_host or is_coded else layout.SHARE_OF_REST
+    if cap_mb is None and is_coded:
+        cap_mb = getattr(wire, "bucket_mb", None)
+    if cap_mb is not None:
+        return Granularity(int(cap_mb * (1 << 20)), share)
+    if device.type == "cuda" and wire is None and not zero:
+        return Granularity(layout.LARGE_BUCKET_BYTES, max(share, layout.HALF_OF_REST), growth=layout.GROWTH)
+    return Granularity(share_of_rest=share)
+
+
+def are_all_computing(world: World) -> bool:
+    """Whether the backward passes of a host's workers, one thread each, take all cores that they may use.
+
+    Then what runs beside them only takes turns with them, and leaves their caches cold. Workers of several threads
+    leave cores idle between two products. Every worker of one host calls this.
+    """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    workers = world.gather_json([sorted(cores), torch.get_num_threads()])
+    usable = set().union(*(usable for usable, _ in workers))
+    return all(num_threads == 1 for _, num_threads in workers) and len(usable) <= len(workers)

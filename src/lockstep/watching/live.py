@@ -1,0 +1,149 @@
+"""What a run shows while it goes on: a line in the terminal, and numbers in TensorBoard where it is installed.
+
+Worker 0's background thread calls the views with what it writes into `steps.jsonl`, so they must be cheap.
+"""
+
+import contextlib
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
+from typing import Any, Protocol, TextIO
+
+from lockstep.terminal import ProgressLine, num_columns
+
+_REDRAW_S, _REWRITE_S = 0.2, 10.0
+"""Between two drawings in a terminal, and between two lines elsewhere."""
+_LEAST_VERDICT = 40
+"""Columns, with the space before it: "worker 12 holds everyone up by 190 ms"."""
+_GROUPS = {
+    "loss": "training", "grad_norm": "training", "lr": "training", "batch": "training", "noise_scale": "training",
+    "samples_per_s": "speed", "efficiency": "speed", "wall_ms": "speed", "mfu": "speed",
+    "sent_bytes": "communication", "bus_gb_per_s": "communication",
+}  # fmt: skip
+"""Which group of charts in TensorBoard a number of a step belongs to."""
+
+StepLine = Mapping[str, Any]
+"""A line of `steps.jsonl`, as a dict."""
+
+
+class View(Protocol):
+    """Who is shown the steps of a run."""
+
+    def show(self, line: StepLine) -> None:
+        """Take the newest step."""
+
+    def close(self) -> None:
+        """The run has ended, however it did."""
+
+
+class StatusLine:
+    """The run in one line: drawn over and over in a terminal, or written now and then to a log."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._line = ProgressLine(stream)
+        self._due = clock()
+        self._unshown: StepLine | None = None
+
+    def show(self, line: StepLine) -> None:
+        """Take the newest step, and show it if it is time for it."""
+        self._unshown = line
+        now = self._clock()
+        if now >= self._due:
+            self._due = now + (_REDRAW_S if self._line.is_live else _REWRITE_S)
+            self._write()
+
+    def close(self) -> None:
+        """Show the last step if it has not been shown, and begin a new line."""
+        self._write()
+        with contextlib.suppress(OSError, ValueError):
+            self._line.close()
+
+    def _write(self) -> None:
+        """Write, unless nobody is there to read: a run does not end because its terminal was closed."""
+        if self._unshown is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if self._line.is_live:
+                self._line.draw(status(self._unshown, num_columns(self._stream)))
+            else:
+                self._line.write(status(self._unshown))
+        self._unshown = None
+
+
+def status(line: StepLine, width: int | None = None) -> str:
+    """A step in at most `width` columns; half a verdict still names the worker, so numbers make room for it."""
+    facts, verdict = (
+        describe(line),
+        "".join(letter for letter in str(line.get("verdict") or "") if letter.isprintable()),
+    )
+    if width is None:
+        return "  ".join([*facts, verdict] if verdict else facts)
+    needed = min(len(verdict) + 2, _LEAST_VERDICT) if verdict else 0
+    while len(facts) > 1 and len("  ".join(facts)) + needed > width:
+        facts.pop()
+    text = "  ".join(facts)[:width]
+    room = width - len(text) - 2
+    if not verdict or room < needed - 2:
+        return text
+    return f"{text}  {verdict if len(verdict) <= room else verdict[: room - 3] + '...'}"
+
+
+def describe(line: StepLine) -> list[str]:
+    """The step's numbers, the most important first; what is not known is left out."""
+    facts = [f"step {line['step']}"]
+    if line.get("loss") is not None:
+        facts.append(f"loss {line['loss']:.4g}")
+    if line.get("samples_per_s") is not None:
+        facts.append(f"{line['samples_per_s']:.4g} samples/s")
+    if line.get("efficiency") is not None:
+        facts.append(f"efficiency {100 * line['efficiency']:.0f} %")
+    exposed = [worker["shares_ms"].get("exposed", 0.0) for worker in line.get("workers") or ()]
+    if len(exposed) > 1:
+        facts.append(f"exposed {sum(exposed) / len(exposed):.3g} ms")
+    return facts
+
+
+class TensorBoard:
+    """Writes steps to `folder`; without tensorboard it says so once, and does nothing."""
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        self._writer: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            warnings.warn(
+                "tensorboard is not installed, so the run's numbers do not go there: pip install tensorboard. "
+                "`lockstep report` shows them too.",
+                stacklevel=2,
+            )
+        else:
+            self._writer = SummaryWriter(str(folder))
+
+    def show(self, line: StepLine) -> None:
+        """Write the numbers of a step."""
+        if self._writer is not None:
+            for name, value in scalars(line):
+                self._writer.add_scalar(name, value, global_step=line["step"], walltime=line.get("time"))
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def scalars(line: StepLine) -> Iterator[tuple[str, float]]:
+    """The numbers of a step, by the names they get: finite ones, and the loss whatever it is."""
+    for name, group in _GROUPS.items():
+        value = line.get(name)
+        if value is not None and (name == "loss" or math.isfinite(value)):
+            yield f"{group}/{name}", float(value)
+    workers = line.get("workers") or ()
+    kinds = dict.fromkeys(kind for worker in workers for kind in worker["shares_ms"])
+    for kind in kinds:
+        yield f"time/{kind}_ms", sum(worker["shares_ms"].get(kind, 0.0) for worker in workers) / len(workers)
+    if line.get("last") is not None:
+        yield "straggler/worker", float(line["last"]["worker"])
+        yield "straggler/late_ms", float(line["last"]["late_ms"])

@@ -1,0 +1,65 @@
+"""Spares of an elastic run: started processes that wait to take the place of a worker that is lost."""
+
+import json
+
+import pytest
+
+from lockstep.elastic.coordinator import PREFIX, Coordinator
+from lockstep.errors import UsageError
+from lockstep.start.elastic import Elastic
+
+
+class Keys(dict):
+    """The keys of a run, in this process."""
+
+    def set(self, key, value):
+        self[key] = value
+
+    def forget(self, prefix):
+        for key in [key for key in self if key.startswith(prefix)]:
+            del self[key]
+
+
+@pytest.fixture
+def run():
+    """A run of two workers and a spare, all of which have joined; the spare waits to be let in."""
+    keys = Keys({f"{PREFIX}card/{member}": "card" for member in range(3)} | {f"{PREFIX}source": "0"})
+    coordinator = Coordinator(keys, wanted=2, most=2)
+    coordinator.attend(alive(0, 1, 2))
+    keys.set(f"{PREFIX}ready/2/0", "1")
+    return coordinator
+
+
+def alive(*members):
+    return dict.fromkeys(members, True)
+
+
+def generation(coordinator):
+    return json.loads(coordinator.keys[f"{PREFIX}generation/{coordinator.number}"])["members"]
+
+
+def test_the_first_generation_has_as_many_as_were_asked_for(run):
+    assert generation(run) == [0, 1]
+
+
+def test_a_spare_that_waits_calls_nobody(run):
+    run.attend(alive(0, 1, 2))
+    assert f"{PREFIX}call/1" not in run.keys
+
+
+def test_a_spare_takes_the_place_of_a_lost_worker_in_the_next_generation(run):
+    run.keys.set(f"{PREFIX}report/1/1", json.dumps({"calls": 3, "call": "step", "why": "worker 0 ended"}))
+    run.attend(alive(1, 2))
+    assert generation(run) == [1, 2]
+    assert json.loads(run.keys[f"{PREFIX}admit/2/0"]) == {"generation": 2}
+
+
+def test_a_newcomer_for_whom_there_is_room_calls_the_others(run):
+    run.most = 3
+    run.attend(alive(0, 1, 2))
+    assert f"{PREFIX}call/1" in run.keys
+
+
+def test_fewer_than_no_spares_are_refused():
+    with pytest.raises(UsageError, match="spares=-1"):
+        Elastic(spares=-1).check(2)
