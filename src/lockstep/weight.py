@@ -6,7 +6,6 @@ overrules it. Only the threads that read loaders and the training's own use this
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,7 +138,6 @@ class HandOuts:
         """Whether that batch was read ahead, and its loader had ended when the model saw it."""
         self._are_unseen = False
         """Whether the loader that ended last handed out batches that weigh differently, and no model saw any."""
-        self._has_warned = False
 
     def see(self, walk: Walk, handed_out: HandOut, tensors: Sequence[Tensor]) -> None:
         """`walk` has handed out a batch of these tensors."""
@@ -189,9 +187,7 @@ class HandOuts:
             if self._alike(found):  # They are used in the order in which they were handed out.
                 found = [next((each for each in found if not each.is_used), found[-1])] if found else []
         if not found:
-            if trains and self._are_unseen:
-                self._warn_of_unseen()
-            return None
+            return Weight(1.0, float(self._size), doubt=_UNSEEN) if trains and self._are_unseen else None
         self._outlasts = not any(found[-1] in walk.open for walk in self._walks)
         self._use(found, trains=trains)
         weight = found[-1].weight
@@ -202,17 +198,6 @@ class HandOuts:
     def find_none(self) -> None:
         """A wrapped model is called with what is of no sharded loader."""
         self.in_use = None
-
-    def _warn_of_unseen(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "a model trains on a batch that is of no sharded loader as it was handed out, so this worker counts as "
-                "much as each of the others. If it was read from the loader that has ended (by list(loader), say) and "
-                "changed since, its weight is lost: read the loader in the loop, or keep loader.num_samples with each "
-                "batch and call lockstep.backward(loss, weight=num_samples).",
-                stacklevel=5,
-            )
 
     def _alike(self, found: Sequence[HandOut]) -> bool:
         return all(weigh_alike(each.weight, found[0].weight, self._size) for each in found[1:])
@@ -268,6 +253,14 @@ def _one_if_zero(value: Factor) -> Factor:
 def refuse_both(one: Weight | None, other: Weight | None) -> UsageError:
     """The error for one backward pass over batches of two weights."""
     return UsageError(_doubt([weight for weight in (one, other) if weight is not None]))
+
+
+_UNSEEN = (
+    "a model trains on a batch that is of no sharded loader as it was handed out, and batches that do not all weigh the "
+    "same were read from a loader that has ended since, by list(loader), say. If this is one of those, changed on the "
+    "way, its weight is lost: read the loader in the loop, or keep loader.num_samples with each batch and call "
+    "lockstep.backward(loss, weight=num_samples). If it is none of them: lockstep.backward(loss, weight=len(x))."
+)
 
 
 def _doubt(weights: Sequence[Weight]) -> str:

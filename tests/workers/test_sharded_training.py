@@ -160,20 +160,36 @@ def test_a_stand_in_that_was_read_ahead_is_not_counted_without_a_word(pool, read
     assert len(said) == (0 if read == "in turn" else 1), said
 
 
-def train_whole(world, change, total):
-    """Train on batches that were all read before; what is warned of."""
+def train_whole(world, change, total, is_told):
+    """Train on batches that were all read before; the weights then, or what is raised."""
     model = lockstep.DataParallel(build("mlp", torch.double))
-    batches = list(lockstep.shard(DataLoader(dataset("mlp", total), batch_size=4)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for x, y in map(change, batches):
-            F.cross_entropy(model(x), y).backward()
-    return [str(warning.message) for warning in caught if "its weight is lost" in str(warning.message)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = lockstep.shard(DataLoader(dataset("mlp", total), batch_size=4))
+    try:
+        for (x, y), num_samples in [(change(batch), loader.num_samples) for batch in loader]:
+            loss = F.cross_entropy(model(x), y)
+            lockstep.backward(loss, weight=num_samples) if is_told else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except lockstep.UsageError as error:
+        return str(error)
+    return weights_of(model.module)
 
 
-@pytest.mark.parametrize(("change", "total", "num_said"), [(copied, 9, 1), (copied, 8, 0), (as_it_is, 9, 0)])
-def test_batches_that_were_read_and_changed_before_the_loop_are_told_once(pool, change, total, num_said):
-    assert [len(said) for said in pool.run(2, train_whole, change, total)] == [num_said, num_said]
+@pytest.mark.parametrize(
+    ("change", "total", "is_told"),
+    [(copied, 9, True), (copied, 8, False), (as_it_is, 9, False)],
+    ids=["changed and told", "changed, all alike", "as they are"],
+)
+def test_batches_that_were_all_read_before_the_loop_count_by_their_own_weight(pool, change, total, is_told):
+    (expected,) = pool.run(1, train_whole, change, total, is_told)
+    for weights in pool.run(2, train_whole, change, total, is_told):
+        assert difference(weights, expected) < 1e-11
+
+
+def test_batches_that_were_all_read_and_changed_before_the_loop_are_refused(pool):
+    for said in pool.run(2, train_whole, copied, 9, False):
+        assert "its weight is lost" in said
 
 
 def train_zipped(world, totals, in_one):
