@@ -5,6 +5,8 @@ takes the plain way, or returns None where its caller has one; what has neither 
 for. `missing()` tells which names this torch lacks: a test runs it on the oldest and on the newest torch supported.
 """
 
+import functools
+import importlib.util
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -89,6 +91,12 @@ def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
     """The norm of each: as one call for many tensors, else tensor by tensor."""
     together = getattr(torch, "_foreach_norm", None)
     return list(together(tensors)) if together is not None else [torch.linalg.vector_norm(each) for each in tensors]
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether there is Triton, as with torch's builds for CUDA: then kernels of ours can be used there."""
+    return importlib.util.find_spec("triton") is not None
 
 
 # Optimizers.

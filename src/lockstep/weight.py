@@ -256,9 +256,9 @@ def refuse_both(one: Weight | None, other: Weight | None) -> UsageError:
 
 
 _UNSEEN = (
-    "a model trains on a batch that is of no sharded loader as it was handed out, and batches that do not all weigh the "
-    "same were read from a loader that has ended since, by list(loader), say. If this is one of those, changed on the "
-    "way, its weight is lost: read the loader in the loop, or keep loader.num_samples with each batch and call "
+    "a model trains on a batch that is of no sharded loader as it was handed out, and batches that do not all weigh "
+    "the same were read from a loader that has ended since, by list(loader), say. If this is one of those, changed on "
+    "the way, its weight is lost: read the loader in the loop, or keep loader.num_samples with each batch and call "
     "lockstep.backward(loss, weight=num_samples). If it is none of them: lockstep.backward(loss, weight=len(x))."
 )
 

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.torch_private import has_triton
+
 COLUMNS = 208
 """Words in a row: 13 * 16. On a CPU, sums over rows of a multiple of 16 words take 1.0 to 1.3 of the time that it takes
 to add up the same memory as floats, those of 251 words 1.3 to 1.9; only every 13th page falls on the same columns."""
@@ -30,6 +32,8 @@ TABLE_ROWS = 256
 """Tensors whose column sums are kept at a time, so that many small tensors need no second model's memory."""
 SMALL_BYTES = 64 << 10
 """Tensors up to this size are copied behind one another and added up together."""
+STRETCH_BYTES = 256 * ROW_BYTES
+"""What one program of the kernel adds up, before it adds to the sums in memory."""
 SLAB_ROWS = 10_000
 """Rows added up at a time, 17 MB: torch's sum over rows on a GPU takes 1.5 times the memory that it reads."""
 
@@ -40,8 +44,9 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
         factors = _odd_numbers(2).to(device)
+        sums_of = _sums_by_kernel if device.type == "cuda" and has_triton() else _column_sums
         parts = [
-            _fingerprint_table([tensors[number] for number in numbers[begin : begin + TABLE_ROWS]], factors)
+            _scrambled(sums_of([tensors[number] for number in numbers[begin : begin + TABLE_ROWS]], device), factors)
             for begin in range(0, len(numbers), TABLE_ROWS)
         ]
         found[numbers] = torch.cat(parts).cpu()
@@ -54,19 +59,55 @@ def raw_bytes(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _fingerprint_table(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """The fingerprints of some tensors of one device, there. Small ones go together: calls cost more than bytes."""
+def _column_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sums of the columns of some tensors of one device, there; as torch adds them.
+
+    Small ones go together: calls cost more than bytes.
+    """
     pieces: list[Tensor] = []
     numbers: list[int] = []
-    zeros = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=factors.device)
+    zeros = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=device)
     for number, tensor in enumerate(tensors):
         for piece in _pieces(tensor):
             num_rows = -(-piece.numel() // ROW_BYTES)
             pieces += (piece, zeros[: num_rows * ROW_BYTES - piece.numel()])  # Each is filled up to whole rows.
             numbers += [number] * num_rows
     rows = torch.cat(pieces).view(torch.int64).view(len(numbers), COLUMNS)
-    sums = torch.zeros(len(tensors), COLUMNS, dtype=torch.int64, device=factors.device)
-    sums.index_add_(0, torch.tensor(numbers, dtype=torch.int64, device=factors.device), rows)
+    sums = torch.zeros(len(tensors), COLUMNS, dtype=torch.int64, device=device)
+    return sums.index_add_(0, torch.tensor(numbers, dtype=torch.int64, device=device), rows)
+
+
+@torch.no_grad()
+def _sums_by_kernel(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The same by one kernel, which reads everything where it lies; tensors that do not lie in a row are copied."""
+    from lockstep.replica import fingerprint_kernel  # Needs Triton.
+
+    lying = [
+        tensor if tensor.is_contiguous() and tensor.data_ptr() % WORD_BYTES == 0 else tensor.contiguous().clone()
+        for tensor in map(Tensor.detach, tensors)
+    ]
+    lengths = np.array([tensor.numel() * tensor.element_size() for tensor in lying])
+    counts = -(-lengths // STRETCH_BYTES)
+    begins = (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)) * STRETCH_BYTES
+    table = np.stack(
+        [
+            np.repeat(np.array([tensor.data_ptr() for tensor in lying]), counts) + begins,
+            np.minimum(STRETCH_BYTES, np.repeat(lengths, counts) - begins),
+            np.repeat(np.arange(len(lying)), counts),
+        ]
+    )
+    sums = torch.zeros(len(lying), COLUMNS, dtype=torch.int64, device=device)
+    if counts.any():
+        addresses, sizes, numbers = torch.from_numpy(table.astype(np.int64)).to(device)
+        with torch.cuda.device(device):
+            fingerprint_kernel.column_sums[(len(addresses),)](
+                addresses, sizes, numbers, sums, COLUMNS=COLUMNS, WIDTH=256, ROWS=8
+            )
+    return sums
+
+
+def _scrambled(sums: Tensor, factors: Tensor) -> Tensor:
+    """The fingerprints of tensors whose columns have these sums."""
     once = sums * factors[0]
     return ((once ^ ((once >> 32) & 0xFFFFFFFF)) * factors[1]).sum(1)  # Masked, since the shift would repeat the sign.
 

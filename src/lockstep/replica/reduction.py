@@ -269,8 +269,8 @@ class Partials:
         """The backward pass of `shard` has ended: take the gradients off the parameters."""
         grads: Grads = {}
         for index, param in enumerate(params):
-            if param.grad is not None:
-                grad = param.grad.detach()
+            if (grad := param.grad) is not None:
+                grad = grad.detach() if grad.requires_grad else grad
                 grads[index] = grad.to_dense() if grad.layout is not torch.strided else grad
                 param.grad = None
         self.add(shard, grads)

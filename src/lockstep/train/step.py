@@ -64,9 +64,12 @@ class Synchronous(Stepper):
         self._loss_scale = float(world.size) if options.wire is not None else 1.0
         self._took_s: list[float] = []
         """How long the forward pass of a shard of mean size took, for each of this step."""
-        self._is_weighted = False
-        """Whether `loss_fn` has ever given weights of its own."""
-        self._report = StepReport(world, options.tree.shards, list(options.module.parameters()), options.wants_change)
+        self._is_weighted: bool | None = None
+        """Whether `loss_fn` gives weights of its own in this step: for all shards or for none, see StepReport. Not
+        known where no shard here has samples."""
+        self._params = list(options.module.parameters())
+        """Walking through the modules for them takes as long as a hundred kernels."""
+        self._report = StepReport(world, options.tree.shards, self._params, options.wants_change)
         self._integrity = Integrity(model, options.optimizer, every=options.check_every, policy=options.on_difference)
         self._recheck = Recheck(options, model, self._shards) if self._shards is not None else None
         self._rates: DeviceRates | None = None
@@ -83,6 +86,7 @@ class Synchronous(Stepper):
         with self._graphed.on_stream() if self._graphed is not None else contextlib.nullcontext():
             self._report.begin(batch.total)
             self._took_s.clear()
+            self._is_weighted = None
             try:
                 if self._recheck is not None:
                     self._recheck.check_if_due(batch, seed, number)
@@ -128,7 +132,7 @@ class Synchronous(Stepper):
             begun = time.perf_counter()
             loss = ShardLoss.of(options.loss_fn(self.model, moved), shard.size)
             self._took_s.append((time.perf_counter() - begun) / shard.size * total / options.tree.shards)
-        self._is_weighted = self._is_weighted or loss.is_weighted
+        self._is_weighted = loss.is_weighted
         self._report.add(shard.number, loss)
         if shards is not None:
             shards.end_forward(shard.number, shard.size / total)
@@ -178,7 +182,10 @@ class Synchronous(Stepper):
         return StepResult(number, options.scaler is not None, loss, norm, weight, lr)
 
     def _reset(self) -> None:
-        self.model.zero_grad()
+        for param in self._params:
+            param.grad = None
+        for part in self.model._engine.parts or ():
+            part.own.grad = None
         if self._shards is not None:
             self._shards.reset()
 
@@ -197,14 +204,16 @@ class Synchronous(Stepper):
     def _clip_and_update(self, total: int) -> Tensor:
         options, parts = self._options, self.model._engine.parts
         loss, weight, norm = self._report.end(parts)
+        ratio = None
+        if self._is_weighted is not False:
+            # Losses were weighted by their share of the samples; where they weigh something else, that is the total.
+            ratio = torch.where(weight == 0, 1.0, total / weight)
+            norm = norm * ratio
         if self._shards is not None and self._graphed is None:  # What is recorded can only copy from fixed places.
             self._shards.commit()  # Before the update, at whose end others look at the whole.
-        # Losses were weighted by their share of the samples; where they weigh something else, that is the total.
-        ratio = torch.where(weight == 0, 1.0, total / weight)
-        norm = norm * ratio
-        params = [part.own for part in parts] if parts is not None else list(self.model.parameters())
-        grads = [param.grad for param in params if param.grad is not None]
-        scale_grads(grads, ratio, norm, options.clip, is_weighted=self._is_weighted)
+        if ratio is not None or options.clip is not None:
+            params = [part.own for part in parts] if parts is not None else self._params
+            scale_grads([param.grad for param in params if param.grad is not None], ratio, norm, options.clip)
         self._step_optimizer()
         return torch.stack([loss, weight, norm])
 

@@ -12,11 +12,10 @@ All workers see what cannot be right: weights that are no counts, batches of dif
 the step. On a GPU the host would have to wait for it: there it is looked at when the next but one begins, and raises.
 """
 
-import importlib.util
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -37,6 +36,8 @@ GradPiece = tuple[int, Tensor]
 
 BLOCK = 4096
 """Values that a program of the kernel reads at a time."""
+MOST_TABLES = 8
+"""Where gradients lie follows from how the steps before went; some such places are remembered."""
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -48,11 +49,12 @@ class StepReport:
     ) -> None:
         self._world, self._wants_change = world, wants_change
         self._units = UnitNorms(params, world.rank, world.size)
-        sizes = [shards, shards, world.size, 1, world.size, self._units.total]
+        sizes = [shards, shards, world.size, 1, 2, world.size, self._units.total]
         self._row = torch.zeros(sum(sizes), dtype=torch.float64, device=world.device)
-        self._losses, self._weights, self._totals, self._wishes, self._times, self._norms = self._row.split(sizes)
-        self._checked = self._row[shards : 2 * shards + world.size + 1]
-        """Weights, totals and wishes."""
+        parts = self._row.split(sizes)
+        self._losses, self._weights, self._totals, self._wishes, self._kinds, self._times, self._norms = parts
+        self._checked = self._row[shards : 2 * shards + world.size + 3]
+        """Weights, totals, wishes, and of how many shards `loss_fn` gave no weight, and one."""
         self.is_change_due = False
         """Whether a worker has told all that it wants another world, by now or two steps ago on a GPU."""
         self._unread: deque[tuple[torch.cuda.Event, Tensor]] = deque()
@@ -75,6 +77,7 @@ class StepReport:
             self._weights[shard].copy_(loss.weight)
         else:
             self._weights[shard].fill_(loss.weight)  # An assignment would have the host wait for the device.
+        self._kinds[int(loss.is_weighted)].add_(1)
 
     def took(self, seconds: float) -> None:
         """How long the forward pass of a shard takes this worker."""
@@ -99,7 +102,7 @@ class StepReport:
         if self._row.device.type == "cpu":
             self._look(self._checked)
         loss, weight = mean_loss(self._losses, self._weights)
-        return loss, weight, self._norms.square().sum().sqrt()
+        return loss, weight, torch.linalg.vector_norm(self._norms)
 
     def look_later(self) -> None:
         """A step has ended: have what is to be checked of it brought to the host."""
@@ -113,7 +116,9 @@ class StepReport:
     def _look(self, checked: Tensor) -> None:
         """See what the workers wish; raise UsageError, on all alike, if the step cannot have been right."""
         numbers, size = checked.tolist(), self._world.size
-        weights, totals, self.is_change_due = numbers[: -size - 1], numbers[-size - 1 : -1], numbers[-1] > 0
+        weights, totals = numbers[: -size - 3], numbers[-size - 3 : -3]
+        wishes, num_plain, num_weighted = numbers[-3:]
+        self.is_change_due = wishes > 0
         for rank, total in enumerate(totals):
             if total != totals[0]:
                 raise UsageError(
@@ -121,81 +126,126 @@ class StepReport:
                     f"{int(total)}. trainer.step takes the same global batch on every worker, and cuts it: do not "
                     "give it what a sharded loader hands out. trainer.batches makes such batches."
                 )
+        if num_plain and num_weighted:
+            raise UsageError(
+                f"loss_fn returned (loss, weight) for {int(num_weighted)} shards of a step and the loss alone for "
+                f"{int(num_plain)}, whose weight is then its number of samples: these cannot be compared. Let it "
+                "return the same for every shard."
+            )
         for shard, weight in enumerate(weights):
             if not 0 <= weight < math.inf:
                 raise UsageError(f"loss_fn: weight={weight} of shard {shard}: a weight is a count, zero or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class GradRange:
+    """Elements of a gradient, from the begin of a unit on."""
+
+    tensor: Tensor
+    """What has the gradient."""
+    unit: int
+    """Number of the first unit."""
+    begin: int
+    end: int
 
 
 class UnitNorms:
     """The norms of the gradients of all units of a model, numbered in the order of its parameters.
 
     On CUDA one Triton program computes the norm of one unit, whatever the others are. It finds its unit in a table of
-    addresses, which is copied to the device when gradients lie elsewhere than at the last time.
+    addresses, which is copied to the device when gradients lie elsewhere than in the last steps.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], rank: int, size: int) -> None:
-        self._params = params
         self._first: dict[int, int] = {}
         """Number of the first unit of each parameter."""
         self.total = 0
         for param in params:
             self._first[id(param)] = self.total
             self.total += -(-_real(param).numel() // UNIT_NUMEL)
-        self._share = run(self.total, size, rank)
-        self._tables: dict[tuple[torch.dtype, tuple[tuple[int, int, int], ...]], Tensor] = {}
+        low, high = run(self.total, size, rank)
+        self._share = []
+        """What this worker computes where every worker has all gradients."""
+        for param in params:
+            first, numel = self._first[id(param)], _real(param).numel()
+            begin, end = max(0, low - first) * UNIT_NUMEL, min(numel, (high - first) * UNIT_NUMEL)
+            if begin < end:
+                self._share.append(GradRange(param, max(low, first), begin, end))
+        self._tables: dict[Hashable, list[tuple[torch.dtype, Tensor]]] = {}
+        """By where the gradients lie; the one used last is at the end."""
         self._recorded: list[Tensor] = []
         """Tables that CUDA graphs read, which are kept as long as these."""
 
     def write(self, parts: Sequence[Owned] | None, row: Tensor) -> None:
         """Write the norm of each unit of this worker into its place of `row`."""
-        pieces = self._share_of_whole() if parts is None else self._owned(parts)
-        if row.is_cuda and _has_triton() and all(flat.dtype in _KERNEL_DTYPES for _, flat in pieces):
-            for dtype in dict.fromkeys(flat.dtype for _, flat in pieces):
-                self._launch(dtype, [piece for piece in pieces if piece[1].dtype == dtype], row)
-            return
-        units = [flat.split(UNIT_NUMEL) for _, flat in pieces]
-        if units:
-            norms = torch.stack(torch_private.foreach_norm([unit for each in units for unit in each])).to(row.dtype)
-            places = [row[first : first + len(each)] for (first, _), each in zip(pieces, units, strict=True)]
-            torch_private.foreach_("copy", places, norms.split([len(each) for each in units]))
+        ranges = self._share if parts is None else self._owned(parts)
+        if row.is_cuda and torch_private.has_triton():
+            places = tuple([_place(each.tensor.grad) for each in ranges])
+            tables = self._tables.pop(places, None)
+            if tables is None:
+                pieces = _pieces(ranges)
+                if any(flat.dtype not in _KERNEL_DTYPES for _, flat in pieces):
+                    return _write_norms(pieces, row)
+                tables = [
+                    (dtype, _on_device([piece for piece in pieces if piece[1].dtype == dtype], row.device))
+                    for dtype in dict.fromkeys(flat.dtype for _, flat in pieces)
+                ]
+                if not _lie_in_grads(pieces, ranges):  # Copies are gone by the next step.
+                    return self._launch(tables, row)
+            self._tables[places] = tables
+            if len(self._tables) > MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
+            return self._launch(tables, row)
+        return _write_norms(_pieces(ranges), row)
 
-    def _share_of_whole(self) -> list[GradPiece]:
-        begin, end = self._share
-        pieces: list[GradPiece] = []
-        for param in self._params:
-            if param.grad is None:
-                continue
-            first = self._first[id(param)]
-            flat = _flat(param.grad, param)
-            count = -(-flat.numel() // UNIT_NUMEL)
-            low, high = max(begin, first), min(end, first + count)
-            if low < high:
-                pieces.append((low, flat[(low - first) * UNIT_NUMEL : (high - first) * UNIT_NUMEL]))
-        return pieces
-
-    def _owned(self, parts: Sequence[Owned]) -> list[GradPiece]:
+    def _owned(self, parts: Sequence[Owned]) -> list[GradRange]:
         return [
-            (self._first[id(part.param)] + part.offset // UNIT_NUMEL, _flat(part.own.grad, part.own))
+            GradRange(part.own, self._first[id(part.param)] + part.offset // UNIT_NUMEL, 0, _real(part.own).numel())
             for part in parts
-            if part.own.grad is not None
         ]
 
-    def _launch(self, dtype: torch.dtype, pieces: Sequence[GradPiece], row: Tensor) -> None:
+    def _launch(self, tables: Sequence[tuple[torch.dtype, Tensor]], row: Tensor) -> None:
         from lockstep.train import norm_kernel  # Needs Triton.
 
-        key = tuple((first, flat.data_ptr(), flat.numel()) for first, flat in pieces)
-        table = self._tables.get((dtype, key))
-        if table is None:
-            host = torch.from_numpy(unit_table(pieces)).pin_memory()
-            table = host.to(row.device, non_blocking=True)
-            self._tables = {kept: other for kept, other in self._tables.items() if kept[0] != dtype}
-            self._tables[dtype, key] = table
-        if torch.cuda.is_current_stream_capturing():
-            self._recorded.append(table)
-        addresses, counts, places = table
-        spelled: Any = norm_kernel.DTYPES[str(dtype).removeprefix("torch.")]
-        with torch.cuda.device(row.device):
-            norm_kernel.unit_norms[(len(addresses),)](addresses, counts, places, row, DTYPE=spelled, BLOCK=BLOCK)
+        for dtype, table in tables:
+            if torch.cuda.is_current_stream_capturing():
+                self._recorded.append(table)
+            addresses, counts, places = table
+            spelled: Any = norm_kernel.DTYPES[str(dtype).removeprefix("torch.")]
+            with torch.cuda.device(row.device):
+                norm_kernel.unit_norms[(len(addresses),)](addresses, counts, places, row, DTYPE=spelled, BLOCK=BLOCK)
+
+
+def _place(grad: Tensor | None) -> Hashable:
+    """Where a gradient lies, and how."""
+    return None if grad is None else (grad.data_ptr(), grad.stride(), grad.dtype)
+
+
+def _pieces(ranges: Sequence[GradRange]) -> list[GradPiece]:
+    return [
+        (each.unit, _flat(each.tensor.grad, each.tensor)[each.begin : each.end])
+        for each in ranges
+        if each.tensor.grad is not None
+    ]
+
+
+def _lie_in_grads(pieces: Sequence[GradPiece], ranges: Sequence[GradRange]) -> bool:
+    grads = [each.tensor.grad for each in ranges if each.tensor.grad is not None]
+    storages = [(flat.untyped_storage(), grad.untyped_storage()) for (_, flat), grad in zip(pieces, grads, strict=True)]
+    return all(mine.data_ptr() == its.data_ptr() for mine, its in storages)
+
+
+def _write_norms(pieces: Sequence[GradPiece], row: Tensor) -> None:
+    units = [flat.split(UNIT_NUMEL) for _, flat in pieces]
+    if units:
+        norms = torch.stack(torch_private.foreach_norm([unit for each in units for unit in each])).to(row.dtype)
+        places = [row[first : first + len(each)] for (first, _), each in zip(pieces, units, strict=True)]
+        torch_private.foreach_("copy", places, norms.split([len(each) for each in units]))
+
+
+def _on_device(pieces: Sequence[GradPiece], device: torch.device) -> Tensor:
+    """Their `unit_table`."""
+    return torch.from_numpy(unit_table(pieces)).pin_memory().to(device, non_blocking=True)
 
 
 def unit_table(pieces: Sequence[GradPiece]) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
@@ -213,11 +263,6 @@ def unit_table(pieces: Sequence[GradPiece]) -> numpy.ndarray[Any, numpy.dtype[nu
             numpy.repeat(firsts, counts) + within,
         ]
     ).astype(numpy.int64)
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _real(tensor: Tensor) -> Tensor:

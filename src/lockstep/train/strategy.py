@@ -140,16 +140,11 @@ def mean_loss(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return counted.sum() / torch.where(weight == 0, 1.0, weight), weight
 
 
-def scale_grads(grads: Sequence[Tensor], ratio: Tensor, norm: Tensor, clip: float | None, *, is_weighted: bool) -> None:
-    """Multiply `grads` by `ratio`, and so that their `norm` after that is at most `clip`.
-
-    Where no loss was weighted, `ratio` is known to be 1, and a GPU need not be asked.
-    """
-    factor = ratio
+def scale_grads(grads: Sequence[Tensor], ratio: Tensor | None, norm: Tensor, clip: float | None) -> None:
+    """Multiply `grads` by `ratio`, and so that their `norm` after that is at most `clip`, where these are given."""
+    factor = ratio if ratio is not None else torch.ones_like(norm)
     if clip is not None:
-        factor = ratio * torch.clamp(clip / (norm + 1e-6), max=1.0)
-    elif not is_weighted:
-        return
+        factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

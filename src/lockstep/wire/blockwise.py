@@ -4,16 +4,15 @@ An encoded chunk of B blocks is B scales in fp32, then B payloads of equal lengt
 computed; where a tensor is on a CUDA device and Triton is there, `triton_kernels` does it in one pass over memory.
 """
 
-import importlib.util
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.torch_private import has_triton
 from lockstep.wire.error_feedback import drop_overflow
 from lockstep.wire.exchange import ChunkPassage, InPlaceChunkWire
 from lockstep.wire.protocol import BucketShape, require
@@ -234,13 +233,8 @@ def unpack(packed: Tensor) -> Tensor:
 
 def kernels_for(tensor: Tensor) -> Any:
     """The Triton kernels, imported when first needed, where they are to be used for `tensor`; else None."""
-    if not tensor.is_cuda or not tensor.numel() or not _has_triton():
+    if not tensor.is_cuda or not tensor.numel() or not has_triton():
         return None
     from lockstep.wire import triton_kernels
 
     return triton_kernels
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

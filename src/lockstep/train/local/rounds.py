@@ -322,7 +322,7 @@ class LocalStep:
             grads = self._grads()
             if grads:
                 norm = nn.utils.get_total_norm(grads).to(ratio) * ratio
-            scale_grads(grads, ratio, norm, options.clip, is_weighted=self._is_weighted)
+            scale_grads(grads, ratio if self._is_weighted else None, norm, options.clip)
             step_optimizer(options.optimizer, options.scaler)
             self._model.zero_grad()
         if options.scheduler is not None:
