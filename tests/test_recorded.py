@@ -8,7 +8,7 @@ from torch import nn
 from lockstep.replica.layout import UNIT_NUMEL
 from lockstep.replica.params import Owned
 from lockstep.train.cuda_graph import DeviceRates, can_be_recorded, cloned, copies, shard_kind
-from lockstep.train.step_report import UnitNorms, unit_table
+from lockstep.train.step_report import GradRange, UnitNorms, unit_table
 
 
 def test_kinds_of_shards():
@@ -66,12 +66,14 @@ def test_which_updates_can_be_recorded():
     assert not can_be_recorded(torch.optim.SGD(params, lr=0.1))
 
 
-def test_every_unit_has_its_address_and_place():
-    flat, short = torch.zeros(2 * UNIT_NUMEL + 5), torch.zeros(7, dtype=torch.float64)
-    addresses, counts, places = unit_table([(4, flat), (9, short)]).tolist()
-    assert places == [4, 5, 6, 9]
+def test_every_unit_has_its_place_in_its_gradient_and_in_the_row():
+    long, short = (nn.Parameter(torch.zeros(size)) for size in (3 * UNIT_NUMEL + 5, 7))
+    ranges = [GradRange(long, 4, UNIT_NUMEL, 3 * UNIT_NUMEL + 5), GradRange(short, 9, 0, 7)]
+    numbers, offsets, counts, places = unit_table([0, 3], ranges, 4).tolist()
+    assert numbers == [0, 0, 0, 3]
+    assert offsets == [4 * UNIT_NUMEL, 8 * UNIT_NUMEL, 12 * UNIT_NUMEL, 0]
     assert counts == [UNIT_NUMEL, UNIT_NUMEL, 5, 7]
-    assert addresses == [flat.data_ptr() + 4 * UNIT_NUMEL * number for number in range(3)] + [short.data_ptr()]
+    assert places == [4, 5, 6, 9]
 
 
 def test_norms_land_in_their_places():

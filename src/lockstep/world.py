@@ -35,7 +35,7 @@ from lockstep.comm.channel import MAC_BYTES, mac
 from lockstep.comm.generations import Generations
 from lockstep.comm.group import Membership, waited_for
 from lockstep.comm.notices import RAISED, farewell
-from lockstep.comm.peers import Doing, Peers, Waitable
+from lockstep.comm.peers import Doing, Peers, QueuedWork, Waitable
 from lockstep.errors import UsageError, WorkerLost
 from lockstep.weight import Accumulation, HandOuts
 
@@ -329,6 +329,15 @@ class World(Membership):
             self.wait(work, doing)
         elif work is not None:
             work.wait()
+
+    def await_device(self, doing: Doing) -> None:
+        """Return when this worker's GPU has done all that was queued, messages of others included; on a CPU at once.
+
+        For elastic runs, where nothing may follow a message that never comes: when a broken group is ended, its GPU
+        goes on with what was queued behind the message, on half a sum.
+        """
+        if self.device.type == "cuda":
+            self.wait(QueuedWork(self.device), doing)
 
     def within(self, group: dist.ProcessGroup) -> "World":
         """This worker's place in `group`, one of several groups that this world is cut into."""

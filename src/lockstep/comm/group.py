@@ -152,6 +152,8 @@ def _open(generations: Generations, generation: Generation, device: torch.device
     name = generations.backend or choose_backend(device, on_one_host=on_one_host)
     meeting.choose_interface(me, generation.peers)
     shm.register()
+    # Else NCCL ends the process of whoever has lost a peer. Recovery ends its groups, and opens others.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     dist.init_process_group(
         name, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=min(FORMING, timeout)
     )

@@ -13,7 +13,8 @@ looks at its own operation, in the waiting thread, which is the training's.
 Every wait of a worker, and what ends it if what it waits for never comes (the deadline is `join(timeout=...)`):
 
     messages in host memory, hooks' futures, `Async`, saves   `Peers.wait`: a death, a failure, the deadline
-    messages on a GPU                                         the backend's deadline, `group.MARGIN` later
+    messages on a GPU                                         the backend's deadline, `group.MARGIN` later; in elastic
+                                                              runs a step's report as messages in host memory
     several messages in a row, in a thread                    as they; the thread is waited for by `Peers.wait`
     joining, opening groups and shared memory                 looks at the dead; the deadline
     a save beside the training                                a loss, the deadline
@@ -32,6 +33,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 from lockstep.comm.notices import FINISHED, RAISED, Notices, farewell
@@ -44,9 +46,12 @@ BRIEF = timedelta(milliseconds=20)
 """How long a wait lasts before this worker looks what others need of it: longer than most waits of a step."""
 SERVING = timedelta(milliseconds=2)
 """How long a slice is from then on."""
+DEATH_SEEN = timedelta(milliseconds=50)
+"""How long a worker waits for its GPU without a look at the others."""
 NEWS = timedelta(seconds=0.5)
 """How long it may take until the kernel, or the launcher, shows that a process has ended whose connections broke."""
 _PAUSE_S = 0.05
+_POLL_S = 0.0001
 
 Doing = str | Callable[[], str]
 """What a worker was doing, in words; a function where making the words costs something."""
@@ -64,6 +69,26 @@ class Waitable(Protocol):
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or badly."""
+
+
+class QueuedWork:
+    """All that the current stream of a GPU has been given; a death is looked for often, since no connection tells."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._end = torch.cuda.current_stream(device).record_event()
+
+    def is_completed(self) -> bool:
+        """See Waitable."""
+        return bool(self._end.query())
+
+    def wait(self, timeout: timedelta = BRIEF) -> bool:
+        """See Waitable; for no longer than DEATH_SEEN."""
+        give_up = time.monotonic() + min(timeout, DEATH_SEEN).total_seconds()
+        while not self.is_completed():
+            if time.monotonic() > give_up:
+                raise RuntimeError("timed out")
+            time.sleep(_POLL_S)
+        return True
 
 
 class Server(Protocol):

@@ -7,7 +7,8 @@ why the end of a run has the bits of one that nothing happened to:
    shard computes the same, and sums are added along the tree of the shards. So a call can be done again, by others.
 2. A call needs a message from every member after all of that member's own work on it (the report of a step, the gather
    of a metric). So when one member has finished call c, all members of its generation have come to c, and none can have
-   finished c + 1 without all having finished c: members differ by one call at most.
+   finished c + 1 without all having finished c: members differ by one call at most. On a GPU the host waits for that
+   message before it queues the update, which else would follow a message that came to nothing, on half a sum.
 3. The state changes in one place, when everything has arrived (the commit of a step, in this worker's memory alone).
    Wherever a member dies, each survivor has the state after call c - 1 or after call c, whole.
 4. Survivors form the next generation and tell each other how many calls they have finished. If these differ, the ones
@@ -221,6 +222,7 @@ class Recovery:
         self._steps = {call: kept for call, kept in self._steps.items() if call >= snapshots.oldest_call}
         self._steps[calls] = self._trainer.reference(batch)
         if is_due or snapshots.is_due(calls):
+            self._world.await_device("gathering parameters")
             took_s = sorted(self._took_s)[len(self._took_s) // 2] if self._took_s else 0.0
             snapshots.take(self._world, calls, self._trainer.pieces(), self._trainer.whole_progress(), took_s)
 

@@ -64,6 +64,7 @@ def _exchange(world: World, source: int, mine: list[Tensor], described: dict[str
             pieces = flat.split([math.prod(shape) for shape in shapes])
             for number, shape, piece in zip(numbers, shapes, pieces, strict=True):
                 received[number] = piece.view(shape)
+    world.await_device("taking the state of the run from another worker")
     return received
 
 

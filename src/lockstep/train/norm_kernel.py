@@ -8,10 +8,11 @@ DTYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16,
 
 
 @triton.jit
-def unit_norms(addresses, counts, places, row, DTYPE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def unit_norms(begins, numbers, offsets, counts, places, row, DTYPE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
     """The norm of one unit into its place, added up in double precision."""
     number = tl.program_id(0)
-    values = tl.load(addresses + number).to(tl.pointer_type(DTYPE))
+    address = tl.load(begins + tl.load(numbers + number)) + tl.load(offsets + number)
+    values = address.to(tl.pointer_type(DTYPE))
     count = tl.load(counts + number)
     lanes = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), dtype=tl.float64)

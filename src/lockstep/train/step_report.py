@@ -14,7 +14,7 @@ the step. On a GPU the host would have to wait for it: there it is looked at whe
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,8 @@ from lockstep.replica.params import Owned
 from lockstep.train.strategy import ShardLoss, mean_loss
 from lockstep.world import World
 
-GradPiece = tuple[int, Tensor]
-"""Number of the first unit, and the gradient's elements from that unit on, flat."""
-
 BLOCK = 4096
 """Values that a program of the kernel reads at a time."""
-MOST_TABLES = 8
-"""Where gradients lie follows from how the steps before went; some such places are remembered."""
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -99,6 +94,8 @@ class StepReport:
             group = self._world.host_group if self._row.device.type == "cpu" else self._world.group
             work = dist.all_reduce(self._row, group=group, async_op=True)
             self._world.await_on_device(work, "reporting on a step")
+            if self._world.generations is not None:
+                self._world.await_device("reporting on a step")
         if self._row.device.type == "cpu":
             self._look(self._checked)
         loss, weight = mean_loss(self._losses, self._weights)
@@ -152,8 +149,9 @@ class GradRange:
 class UnitNorms:
     """The norms of the gradients of all units of a model, numbered in the order of its parameters.
 
-    On CUDA one Triton program computes the norm of one unit, whatever the others are. It finds its unit in a table of
-    addresses, which is copied to the device when gradients lie elsewhere than in the last steps.
+    On CUDA one Triton program computes the norm of one unit, whatever the others are. It finds its unit by a table,
+    which is made anew when gradients lie otherwise, and by where the gradients begin, which is copied to the device
+    when they lie elsewhere than in the last step.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], rank: int, size: int) -> None:
@@ -171,32 +169,22 @@ class UnitNorms:
             begin, end = max(0, low - first) * UNIT_NUMEL, min(numel, (high - first) * UNIT_NUMEL)
             if begin < end:
                 self._share.append(GradRange(param, max(low, first), begin, end))
-        self._tables: dict[Hashable, list[tuple[torch.dtype, Tensor]]] = {}
-        """By where the gradients lie; the one used last is at the end."""
-        self._recorded: list[Tensor] = []
-        """Tables that CUDA graphs read, which are kept as long as these."""
+        self._table: tuple[Hashable, UnitTable | None] = None, None
+        """The last one, and the layout of the gradients that it is for."""
+        self._begins: tuple[list[int], Tensor | None] = [], None
+        """Where the gradients began in the last step: addresses, and these on the device."""
+        self._recorded: list[object] = []
+        """What CUDA graphs read, which is kept as long as these."""
 
     def write(self, parts: Sequence[Owned] | None, row: Tensor) -> None:
         """Write the norm of each unit of this worker into its place of `row`."""
         ranges = self._share if parts is None else self._owned(parts)
-        if row.is_cuda and torch_private.has_triton():
-            places = tuple([_place(each.tensor.grad) for each in ranges])
-            tables = self._tables.pop(places, None)
-            if tables is None:
-                pieces = _pieces(ranges)
-                if any(flat.dtype not in _KERNEL_DTYPES for _, flat in pieces):
-                    return _write_norms(pieces, row)
-                tables = [
-                    (dtype, _on_device([piece for piece in pieces if piece[1].dtype == dtype], row.device))
-                    for dtype in dict.fromkeys(flat.dtype for _, flat in pieces)
-                ]
-                if not _lie_in_grads(pieces, ranges):  # Copies are gone by the next step.
-                    return self._launch(tables, row)
-            self._tables[places] = tables
-            if len(self._tables) > MOST_TABLES:
-                del self._tables[next(iter(self._tables))]
-            return self._launch(tables, row)
-        return _write_norms(_pieces(ranges), row)
+        table = self._table_of(ranges, row.device) if row.is_cuda and torch_private.has_triton() else None
+        if table is None:
+            _write_norms(ranges, row)
+            return
+        held = [grad if is_there else _flat(grad, tensor) for grad, tensor, is_there in table.sources(ranges)]
+        self._launch(table, [each.data_ptr() for each in held], row)
 
     def _owned(self, parts: Sequence[Owned]) -> list[GradRange]:
         return [
@@ -204,65 +192,85 @@ class UnitNorms:
             for part in parts
         ]
 
-    def _launch(self, tables: Sequence[tuple[torch.dtype, Tensor]], row: Tensor) -> None:
+    def _table_of(self, ranges: Sequence[GradRange], device: torch.device) -> "UnitTable | None":
+        """None where the kernel knows no such numbers."""
+        grads = [each.tensor.grad for each in ranges]
+        layout = tuple([None if grad is None else (grad.dtype, grad.stride()) for grad in grads])
+        if layout != self._table[0]:
+            knows_all = all(_real(grad).dtype in _KERNEL_DTYPES for grad in grads if grad is not None)
+            self._table = layout, UnitTable(ranges, device) if knows_all else None
+        return self._table[1]
+
+    def _launch(self, table: "UnitTable", begins: list[int], row: Tensor) -> None:
         from lockstep.train import norm_kernel  # Needs Triton.
 
-        for dtype, table in tables:
-            if torch.cuda.is_current_stream_capturing():
-                self._recorded.append(table)
-            addresses, counts, places = table
+        if begins != self._begins[0] or self._begins[1] is None:
+            on_host = torch.tensor(begins, dtype=torch.int64, pin_memory=True)
+            self._begins = begins, on_host.to(row.device, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            self._recorded += (table, self._begins)
+        for dtype, units in table.by_dtype.items():
             spelled: Any = norm_kernel.DTYPES[str(dtype).removeprefix("torch.")]
             with torch.cuda.device(row.device):
-                norm_kernel.unit_norms[(len(addresses),)](addresses, counts, places, row, DTYPE=spelled, BLOCK=BLOCK)
+                norm_kernel.unit_norms[(units.shape[1],)](self._begins[1], *units, row, DTYPE=spelled, BLOCK=BLOCK)
 
 
-def _place(grad: Tensor | None) -> Hashable:
-    """Where a gradient lies, and how."""
-    return None if grad is None else (grad.data_ptr(), grad.stride(), grad.dtype)
+class UnitTable:
+    """Where the units of some gradients are: for one layout of these, wherever they lie."""
+
+    def __init__(self, ranges: Sequence[GradRange], device: torch.device) -> None:
+        present = [each for each in ranges if each.tensor.grad is not None]
+        flats = [_flat(grad, each.tensor) for each in present if (grad := each.tensor.grad) is not None]
+        self._are_there = [
+            flat.data_ptr() == each.tensor.grad.data_ptr()  # type: ignore[union-attr]  # Those that are present.
+            for flat, each in zip(flats, present, strict=True)
+        ]
+        """Of each gradient whether the kernel can read it where it is: else it reads a copy."""
+        self.by_dtype: dict[torch.dtype, Tensor] = {}
+        """Rows of `unit_table`, on the device."""
+        for dtype in dict.fromkeys(flat.dtype for flat in flats):
+            numbers = [number for number, flat in enumerate(flats) if flat.dtype == dtype]
+            table = unit_table(numbers, [present[number] for number in numbers], dtype.itemsize)
+            self.by_dtype[dtype] = torch.from_numpy(table).pin_memory().to(device, non_blocking=True)
+
+    def sources(self, ranges: Sequence[GradRange]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Gradient, what has it, and whether it can be read where it is, of those that there are."""
+        present = (each.tensor for each in ranges if each.tensor.grad is not None)
+        for tensor, is_there in zip(present, self._are_there, strict=True):
+            assert tensor.grad is not None
+            yield tensor.grad, tensor, is_there
 
 
-def _pieces(ranges: Sequence[GradRange]) -> list[GradPiece]:
-    return [
+def unit_table(
+    numbers: Sequence[int], ranges: Sequence[GradRange], item_bytes: int
+) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
+    """Of each unit: the number of its gradient, how many bytes it begins behind that, how many elements it has, and its
+    place in the row."""
+    sizes = numpy.array([each.end - each.begin for each in ranges])
+    counts = -(-sizes // UNIT_NUMEL)
+    within = numpy.arange(counts.sum()) - numpy.repeat(counts.cumsum() - counts, counts)
+    begins = numpy.array([each.begin for each in ranges])
+    return numpy.stack(
+        [
+            numpy.repeat(numpy.array(numbers), counts),
+            (numpy.repeat(begins, counts) + within * UNIT_NUMEL) * item_bytes,
+            numpy.minimum(UNIT_NUMEL, numpy.repeat(sizes, counts) - within * UNIT_NUMEL),
+            numpy.repeat(numpy.array([each.unit for each in ranges]), counts) + within,
+        ]
+    ).astype(numpy.int64)
+
+
+def _write_norms(ranges: Sequence[GradRange], row: Tensor) -> None:
+    flats = [
         (each.unit, _flat(each.tensor.grad, each.tensor)[each.begin : each.end])
         for each in ranges
         if each.tensor.grad is not None
     ]
-
-
-def _lie_in_grads(pieces: Sequence[GradPiece], ranges: Sequence[GradRange]) -> bool:
-    grads = [each.tensor.grad for each in ranges if each.tensor.grad is not None]
-    storages = [(flat.untyped_storage(), grad.untyped_storage()) for (_, flat), grad in zip(pieces, grads, strict=True)]
-    return all(mine.data_ptr() == its.data_ptr() for mine, its in storages)
-
-
-def _write_norms(pieces: Sequence[GradPiece], row: Tensor) -> None:
-    units = [flat.split(UNIT_NUMEL) for _, flat in pieces]
+    units = [flat.split(UNIT_NUMEL) for _, flat in flats]
     if units:
         norms = torch.stack(torch_private.foreach_norm([unit for each in units for unit in each])).to(row.dtype)
-        places = [row[first : first + len(each)] for (first, _), each in zip(pieces, units, strict=True)]
+        places = [row[first : first + len(each)] for (first, _), each in zip(flats, units, strict=True)]
         torch_private.foreach_("copy", places, norms.split([len(each) for each in units]))
-
-
-def _on_device(pieces: Sequence[GradPiece], device: torch.device) -> Tensor:
-    """Their `unit_table`."""
-    return torch.from_numpy(unit_table(pieces)).pin_memory().to(device, non_blocking=True)
-
-
-def unit_table(pieces: Sequence[GradPiece]) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Address, number of elements, and place in the row, of each unit."""
-    sizes = numpy.array([flat.numel() for _, flat in pieces])
-    counts = -(-sizes // UNIT_NUMEL)
-    within = numpy.arange(counts.sum()) - numpy.repeat(counts.cumsum() - counts, counts)
-    begins = numpy.array([flat.data_ptr() for _, flat in pieces])
-    item_bytes = numpy.array([flat.element_size() for _, flat in pieces])
-    firsts = numpy.array([first for first, _ in pieces])
-    return numpy.stack(
-        [
-            numpy.repeat(begins, counts) + within * UNIT_NUMEL * numpy.repeat(item_bytes, counts),
-            numpy.minimum(UNIT_NUMEL, numpy.repeat(sizes, counts) - within * UNIT_NUMEL),
-            numpy.repeat(firsts, counts) + within,
-        ]
-    ).astype(numpy.int64)
 
 
 def _real(tensor: Tensor) -> Tensor:
