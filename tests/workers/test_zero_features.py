@@ -81,8 +81,33 @@ def compiled(world, zero):
         block.compile(backend="aot_eager")
     optimizer = adamw(net)
     model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero)
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
     steps(world, model, optimizer, 3)
+    assert stats["unique_graphs"] - before <= len(net.blocks)  # Nothing of ours is compiled, or has it compiled anew.
     return whole_weights(model)
+
+
+def kept_after_forward(world, zero):
+    net = build("gpt", torch.float64)
+    optimizer = adamw(net)
+    model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero, reshard_after_forward=False)
+    for step in range(2):
+        x, y = part_of(GPT.batch(8, torch.Generator().manual_seed(step), torch.float64), world)
+        loss = F.cross_entropy(model(x), y)
+        assert not any(is_absent(param) for param in net.parameters())
+        lockstep.backward(loss, weight=len(x))
+        assert zero < 3 or world.backend == "shm" or all(map(is_absent, net.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model(x)
+    assert zero < 3 or world.backend == "shm" or all(map(is_absent, net.blocks.parameters()))
+    return whole_weights(model)
+
+
+def is_absent(param):
+    return param.untyped_storage().nbytes() == param.element_size() < param.numel() * param.element_size()
 
 
 def accumulated(world, zero):
@@ -222,7 +247,7 @@ def test_all_skip_a_step_together(pool):
 
 CASES = [
     frozen, checkpointed_by_saving, checkpointed_by_reentry, compiled, accumulated, synced_twice, mixed, late_group,
-    begun_before, changed_by_hand,
+    begun_before, changed_by_hand, kept_after_forward,
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ OURS = {
     "zero1": "lockstep.DataParallel, optimizer state split",
     "zero2": "and gradients",
     "zero3": "and parameters",
+    "zero3-reshard": "the same with reshard_after_forward=True: gathered twice, where there would be room to keep them",
     "half": "lockstep.DataParallel, gradients travel as bf16",
     "int8": "as 8-bit numbers",
     "sign": "as signs",
@@ -48,7 +49,7 @@ PEERS = {
 }
 """Kinds of everybody else."""
 KINDS = {**LIMITS, **OURS, **PEERS}
-BUCKETED = ("lockstep", "untold", "zero1", "zero2", "zero3", "ddp")
+BUCKETED = ("lockstep", "untold", "zero1", "zero2", "zero3", "zero3-reshard", "ddp")
 """Kinds that take a cap of their buckets;"""
 MOVABLE = (*BUCKETED, "zero-redundancy", "fsdp2")
 """kinds that take a backend."""

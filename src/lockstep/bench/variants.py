@@ -141,7 +141,8 @@ def _data_parallel(setting: VariantSetting) -> Variant:
         process_group=setting.group,
         wire=WIRES.get(setting.kind),
         optimizer=None if setting.kind == "untold" else optimizer,
-        zero=int(setting.kind[-1]) if setting.kind.startswith("zero") else 0,
+        zero=int(setting.kind[4]) if setting.kind.startswith("zero") else 0,
+        reshard_after_forward=True if setting.kind.endswith("-reshard") else None,
     )
     return Variant(setting, model, optimizer)
 

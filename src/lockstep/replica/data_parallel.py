@@ -68,6 +68,9 @@ class DataParallel(nn.Module):
     reduces: False starts equal and sends nothing afterwards: for strategies, which exchange something else.
     blocks: with zero=3, the submodules whose parameters are gathered and released together, by name or by class; if
         not given, the members of lists of like modules.
+    reshard_after_forward: with zero=3, whether a block's parameters are released between its forward and its backward
+        pass. False gathers them once a step, not twice, and holds the whole model from a forward pass to the end of the
+        backward pass. None: False on GPUs where all have free memory for eight times the parameters, else True.
 
     Memory: the gradients, once (they are views of the buckets), and nothing else of the model's size. With zero=1 the
     optimizer's state is divided by the number of workers, with zero=2 the gradients too. On CPUs C's allocator is told
@@ -102,6 +105,7 @@ class DataParallel(nn.Module):
         optimizer: torch.optim.Optimizer | None = None,
         zero: int = 0,
         blocks: Sequence[str | type[nn.Module]] | None = None,
+        reshard_after_forward: bool | None = None,
         precision: Precision | None = None,
         wire: Wire | Auto | Literal["auto"] | None = None,
         shards: StepShards | None = None,
@@ -119,6 +123,7 @@ class DataParallel(nn.Module):
             precision=precision,
             wire=wire,
             reduces=reduces,
+            reshard_after_forward=reshard_after_forward,
         )
         options.check(module)
         self.module = module

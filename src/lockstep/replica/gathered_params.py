@@ -3,7 +3,7 @@
 Every worker keeps its part of each block. A block's parameters are views of a flat tensor whose memory comes and goes:
 
     forward     before a block runs its flat tensor is gathered, and that of the next block is asked for;
-                after it has run, it is released
+                after it has run, it is released, unless it is to stay for the backward pass
     backward    when the gradient of a block's output is known the flat tensor is gathered again, and the block before
                 it is asked for; when the gradients of all its parameters have arrived, it is released
 
@@ -122,8 +122,12 @@ class GatheredParams(FlatParams):
         module: nn.Module,
         blocks: Sequence[nn.Module],
         block_of: Mapping[nn.Parameter, int],
+        *,
+        reshards: bool,
     ) -> None:
+        """`reshards`: a block is released between its forward and its backward pass."""
         super().__init__(world, group)
+        self._reshards = reshards
         self._block_of = block_of
         self._buckets: list[Gathered] = []
         self._of_block: dict[int, list[Gathered]] = {number: [] for number in range(MODEL, len(blocks))}
@@ -162,7 +166,9 @@ class GatheredParams(FlatParams):
             if alive is not None and not alive._is_whole:
                 getattr(alive, name)(*args, given[-1])
 
-        return hook
+        # Left alone by a compiler that takes the hooks of a block along: it would compile a block anew for every state
+        # of ours. The optimizer, which is there before this, has loaded it already.
+        return torch.compiler.disable(hook)
 
     # As FlatParams
 
@@ -332,7 +338,7 @@ class GatheredParams(FlatParams):
             return  # Recomputed for the backward pass, which follows at once.
         needs_backward = torch.is_grad_enabled() and self._watch(output, number)
         # The last ones are needed again first; as many are held at any time of the backward pass.
-        if not (needs_backward and number in self._sequence[-AHEAD:]):
+        if not needs_backward or (self._reshards and number not in self._sequence[-AHEAD:]):
             self._release(number)
 
     # Backward

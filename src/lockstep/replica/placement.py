@@ -43,6 +43,10 @@ TAIL_CAP_BYTES = 4 << 20
 a message costs more than its bytes."""
 
 
+AMPLE = 8
+"""A GPU whose free memory is so many times the parameters holds all of them during a step, if it is not told."""
+
+
 class Placement:
     """How buckets travel, and what becomes of them. As it is, every worker has every gradient."""
 
@@ -106,7 +110,15 @@ class SplitPlacement(Placement):
         else:
             found = find_blocks(module, options.blocks)
             numbers = assign(module, params, found)
-            self.gathered = GatheredParams(world, group, module, found, dict(zip(params, numbers, strict=True)))
+            reshards = options.reshard_after_forward
+            self.gathered = GatheredParams(
+                world,
+                group,
+                module,
+                found,
+                dict(zip(params, numbers, strict=True)),
+                reshards=not _all_have_room(world, params) if reshards is None else reshards,
+            )
             self._flat_params = self.gathered
         memory = memory_of(group, device)
         super().__init__(reduction, TurnsMemory(memory) if stage >= 2 else memory, device)
@@ -355,3 +367,12 @@ class SplitGrad(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SplitGrad({list(self.shape)})"
+
+
+def _all_have_room(world: World, params: Sequence[nn.Parameter]) -> bool:
+    """Whether every worker's GPU has ample free memory for all parameters at once; every worker calls this."""
+    has_room = False
+    if world.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(world.device)
+        has_room = free > AMPLE * sum(param.numel() * param.element_size() for param in params)
+    return all(world.gather_json(has_room))

@@ -35,12 +35,15 @@ class WrapOptions:
     precision: Precision | None
     wire: Wire | Auto | Literal["auto"] | None
     reduces: bool
+    reshard_after_forward: bool | None
 
     def check(self, module: nn.Module) -> None:
         """Raise UsageError unless `module` can be wrapped as asked."""
         _require_module(module)
         _require_stage(self.zero, self.optimizer, self.precision, module)
         require_wire(self.wire)
+        if self.reshard_after_forward not in (None, True, False):
+            raise UsageError(f"reshard_after_forward={self.reshard_after_forward!r}: True, False, or None to choose.")
         cap_mb = self.bucket_cap_mb
         is_number = isinstance(cap_mb, int | float) and not isinstance(cap_mb, bool)
         if cap_mb is not None and not (is_number and 0 < cap_mb < math.inf):
