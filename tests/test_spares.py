@@ -63,3 +63,16 @@ def test_a_newcomer_for_whom_there_is_room_calls_the_others(run):
 def test_fewer_than_no_spares_are_refused():
     with pytest.raises(UsageError, match="spares=-1"):
         Elastic(spares=-1).check(2)
+
+
+def test_members_that_have_reported_and_then_died_leave_it_to_the_launcher_to_start_anew(run):
+    run.keys.set(f"{PREFIX}report/1/1", json.dumps({"calls": 3, "call": "step", "why": "worker 0 does not answer"}))
+    run.attend(alive(0))
+    assert run.attend(alive()) == [] and not run.stopped and run.number == 1
+
+
+def test_members_that_have_all_left_end_the_run(run):
+    run.keys.set(f"{PREFIX}report/1/0", json.dumps({"calls": 3, "call": "step", "leaves": True}))
+    run.keys.set(f"{PREFIX}report/1/1", json.dumps({"calls": 3, "call": "step", "leaves": True}))
+    run.attend(alive(0, 1))
+    assert run.stopped == "all workers have left."

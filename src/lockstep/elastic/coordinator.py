@@ -161,10 +161,8 @@ class Coordinator:
             ready = []  # The others are elsewhere in the script than where a newcomer begins.
         room = max(0, (self.most or len(stay) + len(ready)) - len(stay))
         joined = ready[:room]
-        if not stay:
-            if not any(report.get("leaves") for report in reports.values()) or joined:
-                self.stop("no worker of the last generation is left, and with them went the state of the run.")
-            else:
+        if not stay:  # The state of the run went with them; the launcher starts all anew, if they did not mean to go.
+            if any(report.get("leaves") for report in reports.values()) and not joined:
                 self.stop("all workers have left.")
             return
         if len(stay) + len(joined) < self.least:

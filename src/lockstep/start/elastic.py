@@ -169,6 +169,8 @@ class ElasticWorkers:
         self._write_down()
         silent = self.coordinator.attend({member: member in running for member in running})
         for member in silent:
+            if running[member].was_told_to_end:
+                continue
             self.say(f"worker {member} (pid {running[member].pid}) holds the others up without a word: it is ended.")
             self.supervisor.workers[member].tell(9)
             self._count_restart()
