@@ -253,7 +253,7 @@ class Partials:
 
         take, add  a shard is done: its gradients, alone or added to those of the other half of its node
         complete   a bucket has the gradients of the last shard: add the rest of its node; other roots go into lanes
-        total      on a lone worker: everything, as gradients of the parameters
+        total      on a lone worker, whose last shard is done: everything, as gradients of the parameters
 
     At any time there are at most log2(shards) + 1 sets of gradients. A parameter that a shard did not use counts as
     zero, everywhere: adding nothing would keep the sign of a negative zero, and so another bit than adding zero.
@@ -305,8 +305,11 @@ class Partials:
         """What this worker has to send, once all its shards are done: by lane, from the first that it uses."""
         return [grads for _, grads in self._stack]
 
-    def total(self, params: Sequence[Tensor]) -> None:
-        """All shards are done, and here: give the parameters their gradients."""
+    def total(self, shard: int, params: Sequence[Tensor]) -> None:
+        """`shard`, the last of all, is done on a lone worker: give the parameters the sums over all shards."""
+        if not self._stack and not any(param.grad is not None and param.grad.is_sparse for param in params):
+            return  # They have them.
+        self.take(shard, params)
         ((_, grads),) = self._stack
         for index, grad in grads.items():
             params[index].grad = grad

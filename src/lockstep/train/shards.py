@@ -73,10 +73,11 @@ class Shards:
         is_last = shard == self._last
         if is_last and self._tree.workers > 1:
             return  # Its gradients are in the buckets.
-        self.partials.take(shard, self._params)
         if is_last:
-            self.partials.total(self._params)
+            self.partials.total(shard, self._params)
             self.buffers.sync_alone()
+        else:
+            self.partials.take(shard, self._params)
 
     def commit(self) -> None:
         """The step takes effect."""

@@ -171,6 +171,7 @@ class Synchronous(Stepper):
         lr = options.lr
         if self._took_s:
             self._report.took(min(self._took_s))  # The others were disturbed.
+        self._report.write_known()
         loss, weight, norm = self._update(total).unbind()
         if self._shards is not None and self._graphed is not None:
             self._shards.commit()

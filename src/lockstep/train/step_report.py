@@ -46,8 +46,14 @@ class StepReport:
         self._units = UnitNorms(params, world.rank, world.size)
         sizes = [shards, shards, world.size, 1, 2, world.size, self._units.total]
         self._row = torch.zeros(sum(sizes), dtype=torch.float64, device=world.device)
-        parts = self._row.split(sizes)
-        self._losses, self._weights, self._totals, self._wishes, self._kinds, self._times, self._norms = parts
+        self._losses, self._weights, _, _, _, self._times, self._norms = self._row.split(sizes)
+        self._known_part = self._row[shards : 2 * shards + 2 * world.size + 3]
+        """Weights, totals, wishes, kinds and times: what the host knows, which is written by one copy."""
+        self._known: list[float] = []
+        self._weight_tensors: dict[int, Tensor] = {}
+        """Weights that a GPU alone knows, by shard."""
+        self._total_at = shards + world.rank
+        self._kinds_at = shards + world.size + 1
         self._checked = self._row[shards : 2 * shards + world.size + 3]
         """Weights, totals, wishes, and of how many shards `loss_fn` gave no weight, and one."""
         self.is_change_due = False
@@ -62,21 +68,30 @@ class StepReport:
             arrived.synchronize()
             self._look(checked)
         self._row.zero_()
-        self._totals[self._world.rank].fill_(total)
-        self._wishes.fill_(float(self._wants_change()))
+        self._weight_tensors.clear()
+        self._known = [0.0] * self._known_part.numel()
+        self._known[self._total_at] = total
+        self._known[self._kinds_at - 1] = self._wants_change()
 
     def add(self, shard: int, loss: ShardLoss) -> None:
         """What this worker's `shard` gave."""
         self._losses[shard].copy_(loss.value.detach().reshape(()))
         if isinstance(loss.weight, Tensor):
-            self._weights[shard].copy_(loss.weight)
+            self._weight_tensors[shard] = loss.weight
         else:
-            self._weights[shard].fill_(loss.weight)  # An assignment would have the host wait for the device.
-        self._kinds[int(loss.is_weighted)].add_(1)
+            self._known[shard] = loss.weight
+        self._known[self._kinds_at + loss.is_weighted] += 1
 
     def took(self, seconds: float) -> None:
         """How long the forward pass of a shard takes this worker."""
-        self._times[self._world.rank] = seconds
+        self._known[self._kinds_at + 2 + self._world.rank] = seconds
+
+    def write_known(self) -> None:
+        """All passes are done: bring what is known of them into the row."""
+        values = torch.tensor(self._known, dtype=torch.float64, pin_memory=self._row.is_cuda)
+        self._known_part.copy_(values, non_blocking=True)
+        for shard, weight in self._weight_tensors.items():
+            self._weights[shard].copy_(weight)
 
     @property
     def times(self) -> list[float]:
@@ -103,7 +118,7 @@ class StepReport:
 
     def look_later(self) -> None:
         """A step has ended: have what is to be checked of it brought to the host."""
-        if self._row.is_cuda:
+        if self._row.is_cuda and (self._world.size > 1 or self._weight_tensors):  # Else the host knows all of it.
             arrived = torch.cuda.Event()
             checked = torch.empty_like(self._checked, device="cpu", pin_memory=True)
             checked.copy_(self._checked, non_blocking=True)
