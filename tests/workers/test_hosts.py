@@ -4,6 +4,7 @@ What takes more than a few seconds of workers that import torch needs FULL=1.
 """
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -137,8 +138,10 @@ def test_two_hosts_train_as_one(run, undisturbed):
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=full)])
 def test_a_death_on_another_host_costs_no_step(run, undisturbed, workers):
     last = 2 * workers - 1
-    job = run(LOCKSTEP_FAULT=f"worker {last}: die at vote of step 7").start("--elastic", workers=workers)
+    job = run(LOCKSTEP_FAULT=f"worker {last}: die at vote of step 7").start("--elastic", "--watch", workers=workers)
     assert job.codes() == [0, 0], job.said(0) + job.said(1)
+    lost = [json.loads(line)["lost"] for line in (job.folder / "run/generations.jsonl").read_text().splitlines()]
+    assert lost[0] == [] and [last] in lost
     assert job.hashes(0) == {undisturbed("3")}
     assert workers == 1 or job.hashes(1) == job.hashes(0)  # A replacement may come too late to have any.
     assert "on host 1) has ended: killed by SIGKILL" in job.said(0)

@@ -311,7 +311,7 @@ def _run_elastic_on_hosts(
         signum = 0
         lost = ""
         try:
-            signum = _attend_elastic(workers, place, rendezvous, options, signals, changes, relay)
+            signum = _attend_elastic(workers, place, rendezvous, options, signals, changes, relay, watch)
         except Alone as alone:
             lost = str(alone)
         finally:
@@ -351,6 +351,7 @@ def _attend_elastic(
     signals: Sequence[int],
     changes: list[int],
     relay: Relay,
+    watch: str | None,
 ) -> int:
     """Return when the run is over, or this launcher is to end: then the number of the signal."""
     run: ElasticRun | None = None
@@ -370,7 +371,7 @@ def _attend_elastic(
                     run = None
                     place.silent()  # So that it is known when this launcher comes to decide.
                 elif run is None or begun != term:
-                    run, begun = ElasticRun(place, options), term
+                    run, begun = ElasticRun(place, options, Path(watch) if watch is not None else None), term
                 else:
                     run.attend()
         except Deposed:

@@ -16,16 +16,16 @@ import contextlib
 import json
 import multiprocessing.connection
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.elastic.coordinator import PREFIX, Coordinator, Decision
+from lockstep.elastic.coordinator import PREFIX, Coordinator, Decision, Keys
 from lockstep.errors import UsageError
 from lockstep.start.failure import error_line, how, is_consequence
+from lockstep.start.hosts import say
 from lockstep.start.process import Worker
 from lockstep.start.supervisor import NOTICE, Supervisor
 
@@ -70,6 +70,47 @@ class Elastic:
         return {"min": self.min, "max": self.max, "max_restarts": self.max_restarts}
 
 
+class GenerationLog:
+    """Says of every generation how it came about, and writes it down in the folder of a watched run."""
+
+    def __init__(self, keys: Keys, folder: Path | None, *, is_new: bool = True) -> None:
+        """`is_new`: what the folder has is of an earlier run, and not of a launcher that decided before this one."""
+        self._keys, self._folder = keys, folder
+        self._decided: list[tuple[float, Decision]] = []
+        """Generations that are not written down yet, with the time of each."""
+        if folder is not None and is_new:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / GENERATIONS).unlink(missing_ok=True)
+
+    def tell(self, decision: Decision) -> None:
+        """A generation has been decided."""
+        self._decided.append((time.time(), decision))
+        if decision.number == 1:
+            return
+        changes = [
+            f"{word} {', '.join(map(str, members))}"
+            for word, members in (("without", decision.lost + decision.left), ("with newcomer", decision.joined))
+            if members
+        ]
+        changed = " and ".join(changes) or f"the same ({decision.why or 'shards move to faster ones'})"
+        count = f"{len(decision.members)} worker{'s' * (len(decision.members) > 1)}"
+        say(f"generation {decision.number}: {count}, {changed}; decided in {decision.took_s * 1000:.0f} ms.")
+
+    def write(self, *, is_last: bool = False) -> None:
+        """Write down the generations that have begun to train, or never will."""
+        while self._folder is not None and self._decided:
+            at_s, decision = self._decided[0]
+            begun = self._keys.get(f"{PREFIX}begun/{decision.number}")
+            if begun is None and len(self._decided) == 1 and not is_last:
+                return
+            self._decided.pop(0)
+            facts = {"number": decision.number, "at_s": round(at_s, 3), "members": decision.members}
+            facts |= {"lost": decision.lost, "left": decision.left, "joined": decision.joined}
+            with contextlib.suppress(OSError), (self._folder / GENERATIONS).open("a") as file:
+                file.write(json.dumps(facts | json.loads(begun or "{}")) + "\n")
+
+
 @dataclass(slots=True)
 class ElasticWorkers:
     """The workers of one run. `start(slot)` starts the next process; it is the supervisor's last worker then."""
@@ -83,7 +124,6 @@ class ElasticWorkers:
     """The traceback with which a worker has ended, if it left one."""
     folder: Path | None = None
     """Where the generations are written down, in a watched run."""
-    say: Callable[[str], None] = lambda text: print(f"lockstep: {text}", file=sys.stderr, flush=True)
     slots: list[int] = field(default_factory=list)
     """Of each process, by member number."""
     restarts: int = 0
@@ -93,8 +133,6 @@ class ElasticWorkers:
     coordinator: Coordinator = field(init=False)
     culprits: tuple[int, ...] = ()
     """The workers that the same error has ended, where the run ended for that."""
-    _decided: list[tuple[float, Decision]] = field(default_factory=list)
-    """Generations that are not written down yet, with the time of each."""
     _seen: set[int] = field(default_factory=set)
     """Members whose end has been dealt with."""
     _asked: set[int] = field(default_factory=set)
@@ -105,6 +143,7 @@ class ElasticWorkers:
     """How many ends that follow from one that was counted need not be counted themselves."""
     _give_up_at: float | None = None
     """When the others of a script without a trainer are ended, once one has failed."""
+    _log: GenerationLog = field(init=False)
     _most: int = field(init=False)
     _news_fd: int = field(init=False)
 
@@ -112,15 +151,12 @@ class ElasticWorkers:
         keys = self.supervisor.rendezvous.server
         self._news_fd = keys.watch(PREFIX)
         self._most = self.options.max or self.wanted
-        if self.folder is not None:  # Of an earlier run.
-            with contextlib.suppress(OSError):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / GENERATIONS).unlink(missing_ok=True)
+        self._log = GenerationLog(keys, self.folder)
         self._begin()
 
     def close(self) -> None:
         """Listen no more; the workers are as they are."""
-        self._write_down(is_last=True)
+        self._log.write(is_last=True)
         os.close(self._news_fd)
 
     @property
@@ -166,12 +202,12 @@ class ElasticWorkers:
                 self._see_end(worker)
         if self.culprits:
             return False
-        self._write_down()
+        self._log.write()
         silent = self.coordinator.attend({member: member in running for member in running})
         for member in silent:
             if running[member].was_told_to_end:
                 continue
-            self.say(f"worker {member} (pid {running[member].pid}) holds the others up without a word: it is ended.")
+            say(f"worker {member} (pid {running[member].pid}) holds the others up without a word: it is ended.")
             self.supervisor.workers[member].tell(9)
             self._count_restart()
         members = self.coordinator.members
@@ -190,7 +226,7 @@ class ElasticWorkers:
             self.culprits = members
             return False
         self._count_restart()
-        self.say(f"no worker is left: all {self.wanted} start anew, from the last checkpoint if the script loads one.")
+        say(f"no worker is left: all {self.wanted} start anew, from the last checkpoint if the script loads one.")
         self._begin()
         return True
 
@@ -202,7 +238,7 @@ class ElasticWorkers:
                 "`lockstep run --min` and `--max` set that."
             )
         said = f"{wanted} workers are wanted, where {self.wanted} were."
-        self.say(said)
+        say(said)
         self.wanted = self.coordinator.wanted = wanted
         if self.options.spares:
             self.coordinator.most = wanted
@@ -221,7 +257,7 @@ class ElasticWorkers:
         keys.forget("lockstep/")
         self._give_up_at = None
         most = self.wanted if self.options.spares else self._most
-        self.coordinator = Coordinator(keys, self.wanted, self.options.min, most, self._tell)
+        self.coordinator = Coordinator(keys, self.wanted, self.options.min, most, self._log.tell)
         self._fill()
 
     def _fill(self) -> None:
@@ -249,14 +285,14 @@ class ElasticWorkers:
             alike = [each for each, error in self._ended_by.items() if error == self._ended_by[member]]
             if len(alike) >= _ALIKE:
                 self.culprits = tuple(alike)
-                self.say(f"the same error has ended {len(alike)} workers, so the run ends with it: {error_line(words)}")
+                say(f"the same error has ended {len(alike)} workers, so the run ends with it: {error_line(words)}")
                 return
         error = f" ({error_line(words)})" if words else ""
         said = f"worker {member} (pid {worker.pid}) has ended: {how(code)}{error}"
         if is_formed and not self.has_trainer:
             if is_member and self._give_up_at is None:
                 self._give_up_at = time.monotonic() + NOTICE.total_seconds()
-                self.say(f"{said}; without a lockstep.Trainer no worker can be replaced alone: all are ended.")
+                say(f"{said}; without a lockstep.Trainer no worker can be replaced alone: all are ended.")
             return
         if is_consequence(words) and self._num_free:  # Of another's end, which counts.
             self._num_free -= 1
@@ -265,34 +301,8 @@ class ElasticWorkers:
         left = self.options.max_restarts - self.restarts
         is_replaced = left >= 0 and not self.coordinator.stopped
         then = f"a replacement starts ({left} more are left)" if is_replaced else "it is not replaced"
-        self.say(f"{said}; {then}.")
+        say(f"{said}; {then}.")
 
     def _count_restart(self) -> None:
         self.restarts += 1
         self._num_free = self.wanted
-
-    def _write_down(self, *, is_last: bool = False) -> None:
-        """Add the generations that have begun to train, or never will, to the folder of a watched run."""
-        while self.folder is not None and self._decided:
-            at_s, decision = self._decided[0]
-            begun = self.supervisor.rendezvous.server.get(f"{PREFIX}begun/{decision.number}")
-            if begun is None and len(self._decided) == 1 and not is_last:
-                return
-            self._decided.pop(0)
-            facts = {"number": decision.number, "at_s": round(at_s, 3), "members": decision.members}
-            facts |= {"lost": decision.lost, "left": decision.left, "joined": decision.joined}
-            with contextlib.suppress(OSError), (self.folder / GENERATIONS).open("a") as file:
-                file.write(json.dumps(facts | json.loads(begun or "{}")) + "\n")
-
-    def _tell(self, decision: Decision) -> None:
-        self._decided.append((time.time(), decision))
-        if decision.number == 1:
-            return
-        changes = [
-            f"{word} {', '.join(map(str, members))}"
-            for word, members in (("without", decision.lost + decision.left), ("with newcomer", decision.joined))
-            if members
-        ]
-        changed = " and ".join(changes) or f"the same ({decision.why or 'shards move to faster ones'})"
-        count = f"{len(decision.members)} worker{'s' * (len(decision.members) > 1)}"
-        self.say(f"generation {decision.number}: {count}, {changed}; decided in {decision.took_s * 1000:.0f} ms.")

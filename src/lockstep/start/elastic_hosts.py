@@ -32,11 +32,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.elastic.coordinator import PREFIX as DECISIONS
-from lockstep.elastic.coordinator import Coordinator, Decision
-from lockstep.start.elastic import Elastic
+from lockstep.elastic.coordinator import Coordinator
+from lockstep.start.elastic import Elastic, GenerationLog
 from lockstep.start.failure import Failure, how
 from lockstep.start.hosts import HostOptions, say, shorten
 from lockstep.start.process import Worker
@@ -197,7 +198,10 @@ class ElasticRun:
 
     place: Place
     options: Elastic
+    folder: Path | None = None
+    """Where the generations are written down, in a watched run."""
     coordinator: Coordinator = field(init=False)
+    _log: GenerationLog = field(init=False)
     _seen: set[int] = field(default_factory=set)
     """Members whose end has been dealt with."""
     _failed: int = 0
@@ -220,6 +224,7 @@ class ElasticRun:
         if self._is_new:
             self._total = sum(card["workers"] for card in self.place.cards.values())
             keys.set(f"{PREFIX}members", str(self._total))
+        self._log = GenerationLog(keys, self.folder, is_new=self._is_new)
         self.coordinator = self._coordinator()
         self.coordinator.resume()
         for text, facts in keys.under(f"{PREFIX}ended/").items():
@@ -242,6 +247,7 @@ class ElasticRun:
         place, keys = self.place, self.place.keys
         if keys.get(f"{PREFIX}over") is not None:
             return
+        self._log.write()
         silent = place.silent()
         for host in silent:
             place.tell_gone(host)
@@ -291,7 +297,7 @@ class ElasticRun:
         self._fill(wanted, [], away)
 
     def _coordinator(self) -> Coordinator:
-        return Coordinator(self.place.keys, 1, self.options.min, self.options.max, self._tell)
+        return Coordinator(self.place.keys, 1, self.options.min, self.options.max, self._log.tell)
 
     def end(self, why: str) -> None:
         """The run is over."""
@@ -299,6 +305,7 @@ class ElasticRun:
         ends = [json.loads(keys.get(f"{PREFIX}ended/{member}") or "{}") for member in members]
         have_failed = any(facts.get("code") and not facts.get("told") for facts in ends)
         facts = {"finished": self.has_finished and not have_failed, "why": why, "members": list(members)}
+        self._log.write(is_last=True)
         keys.set(f"{PREFIX}over", json.dumps(facts))
 
     def _wanted(self, away: set[int]) -> dict[int, int]:
@@ -368,16 +375,3 @@ class ElasticRun:
     def _where(self, member: int) -> str:
         facts = self._started[member]
         return f" (pid {facts['pid']}" + (f" on host {facts['host']})" if len(self.place.cards) > 1 else ")")
-
-    def _tell(self, decision: Decision) -> None:
-        if decision.number == 1:
-            return
-        changes = [
-            f"{word} {', '.join(map(str, members))}"
-            for word, members in (("without", decision.lost + decision.left), ("with newcomer", decision.joined))
-            if members
-        ]
-        say(
-            f"generation {decision.number}: {len(decision.members)} workers, {' and '.join(changes) or 'the same'}; "
-            f"decided in {decision.took_s * 1000:.0f} ms."
-        )
