@@ -76,3 +76,28 @@ def test_members_that_have_all_left_end_the_run(run):
     run.keys.set(f"{PREFIX}report/1/1", json.dumps({"calls": 3, "call": "step", "leaves": True}))
     run.attend(alive(0, 1))
     assert run.stopped == "all workers have left."
+
+
+def test_who_has_not_joined_within_the_deadline_of_the_others_is_ended_and_a_late_starter_is_not(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    coordinator = Coordinator(Keys({f"{PREFIX}card/0": "card", f"{PREFIX}deadline/0": "7.0"}), wanted=2)
+    assert coordinator.attend(alive(0, 1)) == []
+    now[0] += 6.9
+    assert coordinator.attend(alive(0, 1)) == []
+    now[0] += 0.2
+    assert coordinator.attend(alive(0, 1)) == [1]
+    assert coordinator.attend(alive(0, 2)) == []  # In its place.
+    now[0] += 7.1
+    assert coordinator.attend(alive(0, 2)) == [2]
+    coordinator.keys.set(f"{PREFIX}card/2", "card")
+    assert coordinator.attend(alive(0, 2)) == [] and coordinator.members == (0, 2)
+
+
+def test_nobody_is_ended_before_the_first_has_joined(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    coordinator = Coordinator(Keys(), wanted=2)
+    for _ in range(3):
+        assert coordinator.attend(alive(0, 1)) == []
+        now[0] += 1000

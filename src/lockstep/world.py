@@ -535,7 +535,7 @@ def _arrive_among_generations(
     """In an elastic run: the world of its first workers; a newcomer is alone until its trainer lets it in."""
     faults.at("join")
     generations = groups.arrive(launch, backend, timeout)
-    first = generations.arrive()
+    first = generations.arrive(timeout)
     if first is None:
         place = groups.alone(device, timeout)
     else:

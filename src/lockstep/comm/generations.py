@@ -5,6 +5,7 @@ decides who belongs to one: the coordinator (see `lockstep.elastic.coordinator`)
 that it keeps, its member number; its rank is its place in a generation. They talk by keys of the run's store, each
 written by one side only and at most once, but for `trainer` and `source`:
 
+    deadline/M     by member M, just before: how long it waits for others, in seconds
     card/M         by member M, when it has joined: which process it is
     generation/G   by the coordinator: the members of G, by rank; or why the run stops
     call/G         by the coordinator: G is to end at its next boundary, since somebody waits to be let in
@@ -81,8 +82,12 @@ class Generations:
         assert self.current is not None
         return self.current.members.index(self.member)
 
-    def arrive(self) -> Generation | None:
-        """Show that this worker is there. Returns the first generation when it stands; None if the run is beyond it."""
+    def arrive(self, timeout: timedelta) -> Generation | None:
+        """Show that this worker is there. Returns the first generation when it stands; None if the run is beyond it.
+
+        timeout: how long others may take; one that is silent for longer is replaced.
+        """
+        self._store.set(f"{PREFIX}deadline/{self.member}", str(timeout.total_seconds()))
         self._store.set(f"{PREFIX}card/{self.member}", self.me.format())
         first = self._read(1)
         return first if self.member in first.members else None

@@ -4,7 +4,8 @@ What it knows comes from the keys that workers write (see `lockstep.comm.generat
 start the processes and see their ends. `attend` is called whenever either may have changed, and answers with keys. What
 it has decided is in these keys too, so that a coordinator in another launcher can go on from there: see `resume`.
 
-    forming    generation 1 waits for as many workers as were asked for
+    forming    generation 1 waits for as many workers as were asked for; one that is started and has not joined within
+               the deadline of those who wait for it is ended here, and another one starts
     running    newcomers that are ready, or a smaller number asked for, call the members to the next boundary
     regrouping from the first report on: every member reports, or ends, or is ended here for its silence; then the next
                generation is written: those who reported and stay, in their order, and newcomers behind them
@@ -75,7 +76,9 @@ class Coordinator:
     stopped: str = ""
     """Why the run was stopped from here, if it was."""
     _since: float | None = None
-    """When the first report on the current generation was seen."""
+    """When the first report on the current generation was seen; before there is one, when the first worker joined."""
+    _awaited_since: dict[int, float] = field(default_factory=dict)
+    """Before there is a generation: when each process was first seen to run."""
     _failed: dict[int, int] = field(default_factory=dict)
     """The member whose script has raised in a call of the trainer, by the call's number."""
     _is_called: bool = False
@@ -100,8 +103,7 @@ class Coordinator:
         if self.stopped:
             return []
         if not self.number:
-            self._form(alive)
-            return []
+            return self._form(alive)
         reports = {member: report for member in self.members if (report := self._report(member)) is not None}
         ready = self._ready(alive)
         if not reports:
@@ -143,11 +145,21 @@ class Coordinator:
 
     # Deciding
 
-    def _form(self, alive: Mapping[int, bool]) -> None:
+    def _form(self, alive: Mapping[int, bool]) -> list[int]:
+        """Write generation 1 when all are there; returns those that the others have waited too long for."""
         there = [member for member in sorted(alive) if self.keys.get(f"{PREFIX}card/{member}") is not None]
         if len(there) >= self.wanted:
             first = there[: self.wanted]  # The others are spares, and wait.
             self._write(first, Decision(1, tuple(first), (), (), tuple(first), 0.0))
+            return []
+        now = time.monotonic()
+        self._awaited_since = {member: self._awaited_since.get(member, now) for member in alive}
+        self._since = (now if self._since is None else self._since) if there else None
+        if self._since is None:
+            return []
+        deadlines = [float(self.keys.get(f"{PREFIX}deadline/{member}") or WAIT_S) for member in there]
+        latest = now - max(LEAST_PATIENCE_S, *deadlines)
+        return [m for m in alive if m not in there and max(self._since, self._awaited_since[m]) < latest]
 
     def _decide(
         self, alive: Mapping[int, bool], reports: Mapping[int, dict[str, Any]], ready: list[int], now: float
