@@ -71,6 +71,21 @@ def test_members_that_have_reported_and_then_died_leave_it_to_the_launcher_to_st
     assert run.attend(alive()) == [] and not run.stopped and run.number == 1
 
 
+def test_who_leaves_and_alone_has_the_state_hands_it_over_to_a_newcomer_first(run):
+    for member, leaves in ((0, True), (1, False)):
+        run.keys.set(f"{PREFIX}report/1/{member}", json.dumps({"calls": 3, "call": "step", "leaves": leaves}))
+    run.keys.pop(f"{PREFIX}ready/2/0")
+    run.attend(alive(0, 2))  # Worker 1 has died after it had reported; the newcomer is still starting.
+    assert run.number == 1 and not run.stopped
+    run.keys.set(f"{PREFIX}ready/2/0", "1")
+    run.attend(alive(0, 2))
+    assert generation(run) == [0, 2]
+    run.keys.set(f"{PREFIX}report/2/0", json.dumps({"calls": 4, "call": "step", "leaves": True}))
+    run.keys.set(f"{PREFIX}report/2/2", json.dumps({"calls": 4, "call": "step"}))
+    run.attend(alive(0, 2))
+    assert generation(run) == [2]
+
+
 def test_members_that_have_all_left_end_the_run(run):
     run.keys.set(f"{PREFIX}report/1/0", json.dumps({"calls": 3, "call": "step", "leaves": True}))
     run.keys.set(f"{PREFIX}report/1/1", json.dumps({"calls": 3, "call": "step", "leaves": True}))

@@ -171,12 +171,12 @@ class Coordinator:
         stay = [m for m in self.members if m in reports and m in alive and not _goes(reports[m])]
         if any(report.get("call") != "step" for report in reports.values()):
             ready = []  # The others are elsewhere in the script than where a newcomer begins.
-        room = max(0, (self.most or len(stay) + len(ready)) - len(stay))
+        if not stay:
+            stay = self._stay_to_hand_over(alive, reports, ready, now)
+            if not stay:
+                return
+        room = max(1 if _goes(reports[stay[0]]) else 0, (self.most or len(stay) + len(ready)) - len(stay))
         joined = ready[:room]
-        if not stay:  # The state of the run went with them; the launcher starts all anew, if they did not mean to go.
-            if any(report.get("leaves") for report in reports.values()) and not joined:
-                self.stop("all workers have left.")
-            return
         if len(stay) + len(joined) < self.least:
             if now - (self._since or now) > WAIT_S:
                 self.stop(
@@ -185,11 +185,26 @@ class Coordinator:
                 )
             return
         lost = tuple(m for m in self.members if m not in stay and not reports.get(m, {}).get("leaves"))
-        left = tuple(m for m in self.members if m in reports and reports[m].get("leaves"))
+        left = tuple(m for m in self.members if m not in stay and m in reports and reports[m].get("leaves"))
         members = [*stay, *joined]
         took_s = now - (self._since or now)
         why = next((f"worker {member}: {report['why']}" for member, report in reports.items() if report.get("why")), "")
         self._write(members, Decision(self.number + 1, tuple(members), lost, left, tuple(joined), took_s, why))
+
+    def _stay_to_hand_over(
+        self, alive: Mapping[int, bool], reports: Mapping[int, dict[str, Any]], ready: list[int], now: float
+    ) -> list[int]:
+        """Nobody wants to stay: those who are to be members once more, since they alone have the state of the run.
+
+        They leave at the next boundary, when the newcomers have it. Where nobody has it, the launcher starts all anew.
+        """
+        leaving = [m for m in self.members if m in alive and m in reports and reports[m].get("leaves")]
+        if not leaving or ready:
+            return leaving
+        are_coming = any(member not in self.members for member in alive)
+        if not are_coming or now - (self._since or now) > WAIT_S:
+            self.stop("all workers have left.")
+        return []
 
     def _write(self, members: list[int], decision: Decision) -> None:
         before, self.number, self.members = self.number, self.number + 1, tuple(members)
