@@ -82,7 +82,8 @@ class Storm:
 )
 def test_the_bits_outlive_a_storm(tmp_path, kind, zero, backend, seed):
     steps = 30 + STEPS_PER_EVENT * EVENTS
-    undisturbed = hashes(run(tmp_path / "one", train_on, workers=1, elastic=None, kind=kind, steps=steps), steps)
+    calm = run(tmp_path / "one", train_on, workers=1, elastic=None, kind=kind, steps=steps, limit_s=DEADLINE_S)
+    undisturbed = hashes(calm, steps)
     limits = {"min": 1, "max": MOST, "max_restarts": 10_000}
     run_ = ElasticRun(
         tmp_path / "run", train_on, workers=4, elastic=limits, kind=kind, steps=steps, zero=zero, backend=backend,
