@@ -17,14 +17,16 @@ from lockstep.replica import agreement
 from lockstep.replica.autograd_hooks import PassEvents, Untraced, call_at_begin, drop_gradient
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.engine import Engine, StepShards, StrategyTensors
+from lockstep.replica.local_params import local_part
 from lockstep.replica.optimizer import IdleOptimizers
 from lockstep.replica.precision import DDPPrecision, Precision, cast, reduce_in
 from lockstep.replica.reducer import Reducer
 from lockstep.replica.step_state import JoinMode
-from lockstep.replica.wrapping import WrapOptions, input_device, world_of
+from lockstep.replica.wrapping import WrapOptions, data_worlds, input_device
 from lockstep.weight import Weight
 from lockstep.wire import Auto, Wire
 from lockstep.wire.reduction import WireReduction
+from lockstep.world import join
 
 
 class DataParallel(nn.Module):
@@ -124,11 +126,13 @@ class DataParallel(nn.Module):
         self.module = module
         self._ddp_precision = DDPPrecision(mixed_precision, module) if mixed_precision is not None else None
         self._compute_dtype = precision.params if precision is not None else None
-        self.world = world_of(process_group, device_mesh)
+        data = data_worlds(process_group, device_mesh)
+        self.world = data.all
+        """The workers that train on different data: its rank, sums and means are for loaders and losses."""
         self.world.agree_on_seed()
         self.require_backward_grad_sync = True
         self._input_device = input_device(device_ids)
-        self._engine = self._engine_class(self.world, module, options, shards)
+        self._engine = self._engine_class(data, module, options, shards)
         """All that is behind; the trainer, checkpoints and watchers reach it by this, and users need none of it."""
         reduce_dtype = self._ddp_precision.reduce_dtype if self._ddp_precision is not None else None
         reducer = self._engine.reducer
@@ -281,7 +285,7 @@ class DataParallel(nn.Module):
                     raise UsageError(f"worker {self.world.rank} ran out of batches before the others.")
             steps = self.world.gather_json(own_steps)
             if len(set(steps)) > 1:
-                state = [*self.module.parameters(), *self.module.buffers()]
+                state = [local_part(each) for each in (*self.module.parameters(), *self.module.buffers())]
                 with torch.no_grad():
                     agreement.broadcast(state, self.world, steps.index(max(steps)), reducer.group)
 
@@ -308,14 +312,27 @@ class DataParallel(nn.Module):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
+        *,
+        stages: dist.DeviceMesh | None = None,
     ) -> Tensor:
-        """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the old norm."""
-        split = self._engine.split
-        if split is None:
+        """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the old norm.
+
+        What workers hold in parts is counted once: parts of split gradients, of DTensors, and with `stages`, the
+        dimension of a mesh over which a pipeline is cut, of all its stages, whose workers must all call this.
+        """
+        engine = self._engine
+        if engine.has_stages and stages is None:
+            raise UsageError(
+                "this model's gradients were sent by sync_gradients(), as those of a stage of a pipeline are, so they "
+                "are not all there are. Say over which dimension of the mesh the other stages lie: "
+                "model.clip_grad_norm_(..., stages=mesh['pp'])."
+            )
+        if engine.split is None and engine.mesh is None and stages is None:
             params = self.module.parameters()
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-        total = split.total_norm(float(norm_type), error_if_nonfinite)
-        nn.utils.clip_grads_with_norm_(split.owned_params(), max_norm, total, foreach)
+        over = join().within(stages) if stages is not None else None
+        total = engine.total_norm(float(norm_type), strict=error_if_nonfinite, stages=over)
+        nn.utils.clip_grads_with_norm_(engine.clipped, max_norm, total, foreach)
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -20,19 +20,29 @@ from torch import Tensor, nn
 
 from lockstep.comm.group import shares_memory
 from lockstep.comm.memory import memory_of
+from lockstep.errors import UsageError
 from lockstep.replica import agreement, allocator, layout, modules
 from lockstep.replica.bucket import Buckets
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.embedding_rows import RowsReducer, find_tables
 from lockstep.replica.layout import LATE, UNCUT, Granularity
+from lockstep.replica.model_mesh import ModelMesh, total_norm
 from lockstep.replica.optimizer import SplitOptimizer
 from lockstep.replica.params import Owned
 from lockstep.replica.placement import Placement, SplitPlacement
 from lockstep.replica.precision import Masters
 from lockstep.replica.reducer import Reducer, SharedState
-from lockstep.replica.reduction import BucketReduction, CodedReduction, FastReduction, Partials, TreeReduction
+from lockstep.replica.reduction import (
+    BucketReduction,
+    CodedReduction,
+    FastReduction,
+    HybridReduction,
+    Partials,
+    TreeReduction,
+)
 from lockstep.replica.step_state import tail_numel
-from lockstep.replica.wrapping import WrapOptions
+from lockstep.replica.wrapping import DataWorlds, WrapOptions
+from lockstep.wire import Half
 from lockstep.wire.auto import reduction_by
 from lockstep.wire.reduction import WireReduction
 from lockstep.world import World
@@ -80,9 +90,16 @@ class Engine:
     `reducer`, `split` and the rest are None where there is nothing for them to do.
     """
 
-    def __init__(self, world: World, module: nn.Module, options: WrapOptions, shards: StepShards | None) -> None:
-        self._world, self._options = world, options
+    def __init__(self, data: DataWorlds, module: nn.Module, options: WrapOptions, shards: StepShards | None) -> None:
+        self._data, self._world, self._options = data, data.all, options
+        world = data.all
         self._names, self._params, owners = modules.contents(module)
+        self.mesh = ModelMesh.find(world, self._names, self._params)
+        """The workers that hold the other parts of the model, where its parameters are DTensors."""
+        if self.mesh is not None:
+            _require_plain(options, shards)
+        self.has_stages = False
+        """Whether the model is one of several stages of a pipeline, as far as is known."""
         self._device = next((param.device for param in self._params if not param.is_meta), world.device)
         self.reducer: Reducer | None = None
         """What sends gradients, if anything does."""
@@ -102,6 +119,8 @@ class Engine:
         if self._device.type == "cpu":
             allocator.keep_freed_memory()
         try:
+            if self.mesh is not None and options.init_sync:
+                self.mesh.start_equal(self._names, self._params, owners)
             if world.size == 1:
                 self._assemble_alone(module, shards)
             elif options.reduces:
@@ -143,7 +162,10 @@ class Engine:
             reduction = shards.reduction
         placement = Placement(reduction, memory_of(group, device), device)
         if options.zero:
-            self.split = placement = SplitPlacement(world, group, reduction, module, params, device, options)
+            split, part = self._data.split, group
+            if split is not world:
+                part, reduction = self._hybrid(group, reduction)
+            self.split = placement = SplitPlacement(split, part, reduction, module, params, device, options, self.mesh)
         world.own_groups.free_after(placement, group)
         if options.init_sync:
             agreement.start_equal(world, names, params, owners, with_buffers=options.starts_buffers_equal)
@@ -180,6 +202,21 @@ class Engine:
             allocator.trim()
         shared.buffers.see()
 
+    def _hybrid(
+        self, group: dist.ProcessGroup, reduction: BucketReduction
+    ) -> tuple[dist.ProcessGroup, BucketReduction]:
+        """Of HSDP: the group of the replica that is split, and what adds over it and over the others."""
+        if not isinstance(reduction, FastReduction):
+            raise UsageError(
+                "wire=... goes with a device_mesh of one dimension: over two, parts are reduced in two steps, and only "
+                "as they are. Leave out wire, or give mesh['dp']."
+            )
+        taken = []
+        for inner in (self._data.split, self._data.replicas):
+            assert inner.group is not None
+            taken.append(inner.own_groups.take(inner.group, self._device, inner.timeout, inner.gather_json))
+        return taken[0], HybridReduction(group, *taken)
+
     def _may_send_rows(self, shards: StepShards | None) -> bool:
         """Whether embeddings may travel apart from buckets.
 
@@ -205,6 +242,27 @@ class Engine:
         if self.reducer is not None:
             self.reducer.trust_inputs()
         self.own_numbers = contextlib.nullcontext()
+
+    def total_norm(self, norm_type: float, *, strict: bool, stages: World | None) -> Tensor:
+        """The norm of the gradients of the whole model, the same on all workers that hold a part of it."""
+        counted = [self.mesh is None or self.mesh.counts(param) for param in self._params]
+        pairs = zip(self._params, counted, strict=True)
+        grads = [param.grad for param, counts in pairs if counts and param.grad is not None]
+        worlds: list[World | None] = [None, self.mesh.world if self.mesh is not None else None, stages]
+        if self.split is not None:
+            grads, worlds[0] = self.split.own_grads(counted), self._data.split
+        over = [world for world in worlds if world is not None]
+        return total_norm(grads, norm_type, over, self._device, strict=strict)
+
+    @property
+    def clipped(self) -> Sequence[nn.Parameter]:
+        """What has this worker's gradients, whose own they are to be scaled."""
+        return self.split.owned_params() if self.split is not None else self._params
+
+    @property
+    def holders(self) -> World:
+        """All workers that hold a part of the model."""
+        return self.mesh.holders if self.mesh is not None else self._world
 
     @property
     def gathers(self) -> bool:
@@ -288,6 +346,24 @@ class Engine:
             self._shards.release()
         if self.strategy is not None:
             self.strategy.release()
+        for inner in (self._data.split, self._data.replicas, self.mesh.world if self.mesh is not None else None):
+            if inner is not None and inner is not self._world:
+                inner.release()
+
+
+def _require_plain(options: WrapOptions, shards: StepShards | None) -> None:
+    """Raise UsageError for what goes with whole parameters only."""
+    if shards is not None or not options.reduces:
+        raise UsageError(
+            "the model has parameters that are DTensors (tensor parallelism), and Trainer and its strategies take "
+            "whole ones. Wrap it in lockstep.DataParallel(net, device_mesh=mesh['dp']), with a loop of your own."
+        )
+    if options.wire is not None and not isinstance(options.wire, Half):
+        raise UsageError(
+            "the model has parameters that are DTensors (tensor parallelism), and wire=... rounds each worker's "
+            "copies of what they have whole by its neighbours in a bucket, so that copies would drift apart. Leave it "
+            "out, or use lockstep.wire.Half."
+        )
 
 
 def _trained_anywhere(world: World, params: Sequence[nn.Parameter]) -> list[int]:

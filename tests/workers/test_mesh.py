@@ -1,0 +1,157 @@
+"""Data parallelism over some dimensions of a mesh, tensor and pipeline parallelism over the others."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from amount import some
+from torch import nn
+
+import lockstep
+
+STEPS = 20
+SIZES = [8, 7, 8, 5]
+"""Of the global batches: some do not divide."""
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """As much of a transformer as tensor parallelism cuts in different ways."""
+
+    def __init__(self, width=8, vocabulary=16, depth=2):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build():
+    torch.manual_seed(3)
+    return Net()
+
+
+def plan_of(kind):
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    if kind == "tensor":  # Norms and the embedding are plain tensors, the same on all.
+        return {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    return {  # As torchtitan's: activations between are cut over the sequence.
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def parallel(net, mesh, kind):
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    return parallelize_module(net, mesh["tp"], plan_of(kind))
+
+
+def optimizer_of(net, foreach=None):
+    decayed = [param for param in net.parameters() if param.dim() > 1]
+    others = [param for param in net.parameters() if param.dim() == 1]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2, foreach=foreach)
+
+
+def global_batch(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(16, (SIZES[step % len(SIZES)], 7), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model, x, y):
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def full_weights(model, net):
+    with model.whole_params():
+        return {n: getattr(p, "full_tensor", lambda p=p: p)().clone() for n, p in net.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The same training by one worker, in plain torch."""
+    net = build()
+    optimizer = optimizer_of(net)
+    norms = []
+    for step in range(STEPS):
+        loss_of(net, *global_batch(step)).backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach().clone() for n, p in net.named_parameters()}, norms
+
+
+def go_on(model, optimizer, steps):
+    norms = []
+    for step in steps:
+        x, y = global_batch(step)
+        part = slice(*(len(x) * (model.world.rank + end) // model.world.size for end in (0, 1)))
+        lockstep.backward(loss_of(model, x[part], y[part]), weight=len(x[part]))
+        norms.append(model.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+MESHES = {
+    "dp x tp": ((2, 2), ("dp", "tp"), "dp"),
+    "replicate x split x tp": ((2, 2, 2), ("replicate", "split", "tp"), ("replicate", "split")),
+    "replicate x split": ((2, 2), ("replicate", "split"), ("replicate", "split")),
+    "tp": ((1, 2), ("dp", "tp"), "dp"),
+}
+
+
+def train(world, shape, names, data, zero, kind, foreach=None):
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    net = build()
+    if "tp" in names:
+        parallel(net, mesh, kind)
+    params = list(net.parameters())
+    optimizer = optimizer_of(net, foreach)
+    model = lockstep.DataParallel(net, device_mesh=mesh[data], optimizer=optimizer, zero=zero, bucket_cap_mb=0.001)
+    norms = go_on(model, optimizer, range(STEPS))
+    assert all(now is before for now, before in zip(net.parameters(), params, strict=True))
+    return full_weights(model, net), norms
+
+
+def assert_same(results, reference):
+    expected, expected_norms = reference
+    for weights, norms in results:
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        for name, value in expected.items():
+            assert (weights[name] - value).abs().max() <= 1e-5 * max(1, value.abs().max()), name
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+@pytest.mark.parametrize("shape", MESHES)
+def test_as_one_worker(started_pool, reference, shape, kind, zero, backend):
+    sizes, names, data = MESHES[shape]
+    workers = torch.Size(sizes).numel()
+    results = started_pool.run(workers, train, sizes, names, data, zero, kind, backend=backend)
+    assert_same(results, reference)
