@@ -78,7 +78,7 @@ def optimizer_of(net, foreach=None):
 
 def global_batch(step):
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(16, (SIZES[step % len(SIZES)], 7), generator=generator)
+    tokens = torch.randint(16, (SIZES[step % len(SIZES)], 13), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -155,3 +155,53 @@ def test_as_one_worker(started_pool, reference, shape, kind, zero, backend):
     workers = torch.Size(sizes).numel()
     results = started_pool.run(workers, train, sizes, names, data, zero, kind, backend=backend)
     assert_same(results, reference)
+
+
+def begin(shape, names, data, zero, kind="sequence"):
+    net = build()
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names) if shape else None
+    if "tp" in names:
+        parallel(net, mesh, kind)
+    optimizer = optimizer_of(net)
+    options = {"device_mesh": mesh[data]} if shape else {}
+    return net, optimizer, lockstep.DataParallel(net, optimizer=optimizer, zero=zero, bucket_cap_mb=0.001, **options)
+
+
+def train_and_save(world, shape, names, data, zero, folder):
+    _, optimizer, model = begin(shape, names, data, zero)
+    norms = go_on(model, optimizer, range(10))
+    lockstep.save(folder, model, optimizer, step=10)
+    return norms
+
+
+def load_and_go_on(world, shape, names, data, zero, folder):
+    net, optimizer, model = begin(shape, names, data, zero)
+    with torch.no_grad():
+        for param in net.parameters():
+            if zero == 0:
+                param.zero_()
+    assert lockstep.load(folder, model, optimizer).step == 10
+    norms = go_on(model, optimizer, range(10, STEPS))
+    return full_weights(model, net), norms
+
+
+SAVED = [
+    ((2, 2), ("dp", "tp"), "dp"),
+    ((1, 4), ("dp", "tp"), "dp"),
+    ((2, 2, 2), ("replicate", "split", "tp"), ("replicate", "split")),
+    ((2, 2), ("replicate", "split"), ("replicate", "split")),
+    ((), (), ""),
+    ((1, 3), ("dp", "tp"), "dp"),
+]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize(("number", "zero"), [(n, z) for n in range(len(SAVED)) for z in (0, 3)])
+def test_a_checkpoint_loads_on_another_mesh(started_pool, reference, tmp_path, number, zero, backend):
+    def run(function, layout, zero):
+        workers = torch.Size(layout[0]).numel() if layout[0] else 2
+        return started_pool.run(workers, function, *layout, zero, str(tmp_path), backend=backend)
+
+    before = run(train_and_save, SAVED[number], zero)[0]
+    results = run(load_and_go_on, SAVED[(number + 1) % len(SAVED)], 3 - zero)
+    assert_same([(weights, before + norms) for weights, norms in results], reference)

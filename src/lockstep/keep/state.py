@@ -13,9 +13,8 @@ together before they are written, and it is read whole.
 """
 
 import math
-import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,23 +28,33 @@ from lockstep.keep.checks import MODEL, OPTIMIZER, RANDOM, STRATEGY, WIRE
 from lockstep.keep.pieces import Piece
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.replica.layout import in_memory_order, view_like
+from lockstep.replica.local_params import local_part
+from lockstep.replica.model_mesh import shard_begins
 from lockstep.seeds import Generators
+from lockstep.torch_private import as_dtensor, is_dtensor
 from lockstep.wire.error_feedback import shared_out
 from lockstep.world import World
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this worker holds of one parameter: elements from `offset` on."""
+    """What this worker holds of one parameter: elements from `offset` on of what is here at all."""
 
     name: str
     whole: nn.Parameter
     """The parameter itself, for its shape."""
-    own: Tensor
-    """What the optimizer works on: the parameter, or a fragment of it."""
+    key: Tensor
+    """What the optimizer knows it by: the parameter, or a fragment of it."""
     offset: int
     strides: tuple[int, ...]
-    """How the parameter lies in memory; what it shows now may be a stand-in (zero=3)."""
+    """How it lies in memory here; what it shows now may be a stand-in (zero=3)."""
+    speaks: bool = True
+    """Whether this worker's elements are the ones to be written, where others have copies of them."""
+
+    @property
+    def own(self) -> Tensor:
+        """The memory that the optimizer works on."""
+        return local_part(self.key)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,29 +62,88 @@ class Held:
         return _real_shape(self.whole)
 
     @property
+    def box(self) -> "Box":
+        """Which elements of the parameter are here."""
+        begins = shard_begins(self.whole) if is_dtensor(self.whole) else (0,) * self.whole.dim()
+        return Box(begins, tuple(local_part(self.whole).shape))
+
+    @property
     def is_first(self) -> bool:
         """Whether this worker speaks for the parameter where something exists once."""
-        return self.offset == 0
+        return self.speaks and self.offset == 0 and not any(self.box.begins)
 
     @property
     def is_scattered(self) -> bool:
-        """Whether the elements of a fragment do not follow one another row by row."""
-        return self.own.dim() < len(self.strides) and not self._like().is_contiguous()
+        """Whether the elements do not follow one another row by row in the parameter."""
+        lies_otherwise = self.own.dim() < len(self.strides) and not self.like(self.box, self.strides).is_contiguous()
+        return lies_otherwise or not self.box.is_run(self.whole.shape)
 
-    def together(self, flat: Tensor) -> Tensor:
-        """All elements, which lie in `flat` as in memory, row by row."""
-        return _flat(view_like(flat, 0, self._like()))
+    @property
+    def begin(self) -> int:
+        """The number of the first element in the parameter, unless they are scattered."""
+        return self.box.first(self.shape) + self.offset
+
+    def together(self, parts: Sequence["Part"]) -> Tensor:
+        """The whole, row by row, of the parts of all workers."""
+        whole = torch.empty(self.shape, dtype=parts[0].flat.dtype.to_real())
+        for box in dict.fromkeys(part.box for part in parts):
+            here = sorted((part for part in parts if part.box == box), key=lambda part: part.offset)
+            flat = torch.cat([_flat(part.flat) for part in here])
+            held = flat if here[0].is_ordered else _flat(view_like(flat, 0, self.like(box, here[0].strides)))
+            place = whole[box.slices]
+            place.copy_(held.view(place.shape))
+        return whole.view(-1)
 
     def stored(self, checkpoint: Checkpoint, name: str) -> Tensor:
         """What `checkpoint` has under `name` for what this worker holds, flat."""
         if not self.is_scattered:
-            return checkpoint.read(name, self.offset, self.offset + _flat(self.own).numel())
+            return checkpoint.read(name, self.begin, self.begin + _flat(self.own).numel())
         whole = checkpoint.read_whole(name)
-        shaped = torch.view_as_complex(whole) if self.whole.is_complex() else whole
+        shaped = (torch.view_as_complex(whole) if self.whole.is_complex() else whole)[self.box.slices]
+        if self.own.dim() == len(self.strides):
+            return _flat(shaped)
         return in_memory_order(shaped, self.strides)[self.offset : self.offset + self.own.numel()]
 
-    def _like(self) -> Tensor:
-        return torch.empty_strided(self.whole.shape, self.strides, dtype=self.whole.dtype, device="meta")
+    def like(self, box: "Box", strides: Sequence[int]) -> Tensor:
+        """A tensor without memory, of what a worker has that holds `box`."""
+        return torch.empty_strided(box.sizes, strides, dtype=self.whole.dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor, by its first index and its length in every dimension."""
+
+    begins: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """To cut it out."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.begins, self.sizes, strict=True))
+
+    def is_run(self, shape: Sequence[int]) -> bool:
+        """Whether its elements follow one another in a tensor of this shape."""
+        cut = [dim for dim, size in enumerate(self.sizes) if size != shape[dim]]
+        return not cut or math.prod(self.sizes[: cut[-1]]) == 1 or not math.prod(self.sizes)
+
+    def first(self, shape: Sequence[int]) -> int:
+        """The number of its first element in a tensor of this shape, which may have two reals for each of its own."""
+        number = 0
+        for dim, length in enumerate(shape):
+            number = number * length + (self.begins[dim] if dim < len(self.begins) else 0)
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements that some worker holds of a tensor which is put together."""
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+    is_ordered: bool
+    """Whether they lie row by row already."""
+    flat: Tensor
 
 
 class TrainingState:
@@ -91,15 +159,24 @@ class TrainingState:
         self._numbers = numbers if isinstance(numbers, Generators) else None
         parts = replica._engine.parts if replica is not None else None
         self._optimizer = optimizer
-        self._world = world
+        self._world = replica.world if replica is not None else world
+        """The workers that each have one replica, or a part of it that no other has."""
+        self._holders = world
+        """All that hold a part of the model."""
+        self._writes = replica is None or replica._engine.mesh is None or replica._engine.mesh.world.rank == 0
+        """Whether this worker writes what all workers of a mesh have."""
+        speaks: Callable[[Tensor], bool] = replica._engine.speaks_for if replica is not None else lambda _: True
         self._named = dict(self._module.named_parameters())
         self._is_split = parts is not None
         names = {id(param): name for name, param in self._named.items()}
-        self._held = (
-            [Held(names[id(part.param)], part.param, part.own, part.offset, part.strides) for part in parts]
+        held: list[tuple[nn.Parameter, Tensor, int, tuple[int, ...]]] = (
+            [(part.param, part.own, part.offset, part.strides) for part in parts]
             if parts is not None
-            else [Held(name, param, param, 0, param.stride()) for name, param in self._named.items()]
+            else [(param, param, 0, local_part(param).stride()) for param in self._named.values()]
         )
+        self._held = [
+            Held(names[id(whole)], whole, key, offset, strides, speaks(whole)) for whole, key, offset, strides in held
+        ]
 
     # Writing
 
@@ -114,11 +191,12 @@ class TrainingState:
                 elif held.is_scattered:
                     scattered[name] = held, value
                 else:
-                    found.append(Piece(name, held.shape, held.offset, _flat(value)))
-        if self._is_split:
+                    found.append(Piece(name, held.shape, held.begin, _flat(value)))
+        if self._is_split or self._holders is not self._world:
             found.extend(self._put_together(scattered))
-        found.extend(Piece.whole(MODEL + name, _real(buffer)) for name, buffer in self._dealt(self._buffers()))
-        own = f"{self._world.rank}/"
+        if self._writes:
+            found.extend(Piece.whole(MODEL + name, _real(buffer)) for name, buffer in self._dealt(self._buffers()))
+        own = f"{self._holders.rank}/"
         if self._wire is not None:
             found.extend(Piece.whole(WIRE + own + name, value) for name, value in self._wire.state_dict().items())
         if self._strategy is not None:
@@ -126,7 +204,8 @@ class TrainingState:
                 found.append(Piece.whole(f"{STRATEGY}all/{name}", _real(value)))
             for name, value in self._strategy.own_tensors().items():
                 found.append(Piece.whole(STRATEGY + own + name, value))
-        found.extend(Piece.whole(name, state) for name, state in self._random_states().items())
+        if self._writes:
+            found.extend(Piece.whole(name, state) for name, state in self._random_states().items())
         return found
 
     def optimizer_values(self) -> dict[str, Any]:
@@ -141,7 +220,7 @@ class TrainingState:
             if plain and held.is_first:
                 own[held.name] = {key: _as_json(key, value) for key, value in plain.items()}
         scalars: dict[str, Any] = {}
-        for theirs in self._world.gather_json(own):
+        for theirs in self._holders.gather_json(own):
             scalars |= theirs
         settings = [{k: _as_json(k, v) for k, v in group.items() if k != "params"} for group in groups]
         return {"groups": settings, "scalars": scalars}
@@ -152,29 +231,46 @@ class TrainingState:
 
     def _tensors(self, held: Held) -> Iterator[tuple[str, Tensor]]:
         """What this worker has of a parameter, and of its state, by name; what exists once, where it is to speak."""
+        if not held.speaks:
+            return
         yield MODEL + held.name, held.own
         for key, value in self._state_of(held).items():
-            if isinstance(value, Tensor) and (_is_like(value, held.own) or held.is_first):
-                yield f"{OPTIMIZER}{held.name}/{key}", value
+            if not isinstance(value, Tensor):
+                continue
+            mine = local_part(value)
+            if is_dtensor(value) and not _is_like(mine, held.own):
+                raise UsageError(
+                    f"the optimizer's {key!r} of {held.name!r} is a DTensor of another shape than the parameter's, "
+                    "which cannot be cut for another mesh. Save with an optimizer that works element by element."
+                )
+            if _is_like(mine, held.own) or held.is_first:
+                yield f"{OPTIMIZER}{held.name}/{key}", mine
 
     def _put_together(self, scattered: Mapping[str, tuple[Held, Tensor]]) -> Iterator[Piece]:
         """Whole tensors, each on the worker that has its first element; one at a time, so that memory suffices."""
-        for name in sorted(set().union(*self._world.gather_json(list(scattered)))):
+        for name in sorted(set().union(*self._holders.gather_json(list(scattered)))):
             held, value = scattered.get(name, (None, None))
-            offsets = self._world.gather_json(held.offset if held is not None else None)
-            parts = self._world.gather_tensors([value] if value is not None else [])
+            said = None
+            if held is not None:
+                is_ordered = held.own.dim() == len(held.strides)
+                said = [held.box.begins, held.box.sizes, held.offset, held.strides, is_ordered]
+            places = self._holders.gather_json(said)
+            flats = self._holders.gather_tensors([value] if value is not None else [])
             if held is not None and held.is_first:
-                everyone = [(offset, part) for offset, own in zip(offsets, parts, strict=True) for part in own]
-                flat = torch.cat([part for _, part in sorted(everyone, key=operator.itemgetter(0))])
-                yield Piece(name, held.shape, 0, held.together(flat))
+                given = [pair for pair in zip(places, flats, strict=True) if pair[0] is not None]
+                parts = [
+                    Part(Box(tuple(begins), tuple(sizes)), offset, tuple(strides), is_ordered, flat)
+                    for (begins, sizes, offset, strides, is_ordered), (flat,) in given
+                ]
+                yield Piece(name, held.shape, 0, held.together(parts))
 
     def _state_of(self, held: Held) -> dict[str, Any]:
         state: Mapping[Any, dict[str, Any]] = self._optimizer.state if self._optimizer is not None else {}
-        return state.get(held.own, {})
+        return state.get(held.key, {})
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
         saved = set(self._module.state_dict(keep_vars=True))
-        return [(name, buffer) for name, buffer in self._module.named_buffers() if name in saved]
+        return [(name, local_part(buffer)) for name, buffer in self._module.named_buffers() if name in saved]
 
     # Reading
 
@@ -206,16 +302,17 @@ class TrainingState:
         if self._wire is not None:
             owners = self._owners(checkpoint, WIRE)
             everyone = (_with_prefix(checkpoint, f"{WIRE}{owner}/") for owner in sorted(owners))
-            self._wire.load_state_dict(self._own(checkpoint, WIRE) or shared_out(everyone, self._world.size))
+            own = self._own(checkpoint, WIRE, self._holders)
+            self._wire.load_state_dict(own or shared_out(everyone, self._holders.size))
         if self._strategy is not None:
             self._strategy.load_common_tensors(_with_prefix(checkpoint, f"{STRATEGY}all/"))
-            self._strategy.load_own_tensors(self._own(checkpoint, STRATEGY))
+            self._strategy.load_own_tensors(self._own(checkpoint, STRATEGY, self._holders))
         if self._numbers is not None:
             self._restore_random(self._numbers, checkpoint)
 
     def _restore_random(self, numbers: Generators, checkpoint: Checkpoint) -> None:
         """Let the model's numbers go on; where they were not saved for so many workers, they stay where they are."""
-        stored = self._own(checkpoint, RANDOM)
+        stored = self._own(checkpoint, RANDOM, self._world)
         numbers.states = [stored.get(name.rpartition("/")[2], state) for name, state in self._random_states().items()]
         if not stored and checkpoint.world_size == self._world.size and self._world.rank == 0:
             warnings.warn(
@@ -234,24 +331,25 @@ class TrainingState:
     ) -> None:
         prefix = f"{OPTIMIZER}{held.name}/"
         state: dict[str, Any] = dict(scalars)
-        group = next((g for g in optimizer.param_groups if any(p is held.own for p in g["params"])), {})
+        group = next((g for g in optimizer.param_groups if any(p is held.key for p in g["params"])), {})
         for name in [name for name in checkpoint.tensors if name.startswith(prefix)]:
             key = name.removeprefix(prefix)
             on_device = key != "step" or group.get("capturable") or group.get("fused")
             device = held.own.device if on_device else torch.device("cpu")
             if tuple(checkpoint.tensors[name].shape) == held.shape and held.shape != ():
-                state[key] = _shaped(held.stored(checkpoint, name), held.own).to(device)
+                mine = _shaped(held.stored(checkpoint, name), held.own).to(device)
+                state[key] = as_dtensor(mine, held.key) if is_dtensor(held.key) else mine
             else:
                 state[key] = checkpoint.read_whole(name).to(device)
         if state:
-            optimizer.state[held.own] = state
+            optimizer.state[held.key] = state
         else:
-            optimizer.state.pop(held.own, None)
+            optimizer.state.pop(held.key, None)
 
-    def _own(self, checkpoint: Checkpoint, room: str) -> dict[str, Tensor]:
+    def _own(self, checkpoint: Checkpoint, room: str, world: World) -> dict[str, Tensor]:
         """What this worker kept of its own; nothing on another number of workers, and what waited there is lost."""
-        is_same = len(self._owners(checkpoint, room)) == self._world.size
-        return _with_prefix(checkpoint, f"{room}{self._world.rank}/") if is_same else {}
+        is_same = len(self._owners(checkpoint, room)) == world.size
+        return _with_prefix(checkpoint, f"{room}{world.rank}/") if is_same else {}
 
     def _owners(self, checkpoint: Checkpoint, room: str) -> set[str]:
         return {name.split("/")[1] for name in checkpoint.tensors if name.startswith(room)} - {"all"}

@@ -23,7 +23,8 @@ from lockstep.replica.precision import DDPPrecision, Precision, cast, reduce_in
 from lockstep.replica.reducer import Reducer
 from lockstep.replica.step_state import JoinMode
 from lockstep.replica.wrapping import WrapOptions, data_worlds, input_device
-from lockstep.weight import Weight
+from lockstep.torch_private import foreach_
+from lockstep.weight import Weight, checked
 from lockstep.wire import Auto, Wire
 from lockstep.wire.reduction import WireReduction
 from lockstep.world import join
@@ -186,7 +187,15 @@ class DataParallel(nn.Module):
             self.world.hand_outs.find_none()
             return None
         tensors = [leaf for leaf in tree.leaves((inputs, kwargs)) if isinstance(leaf, Tensor)]
-        return self.world.hand_outs.find(tensors, trains=torch.is_grad_enabled())
+        weight = self.world.hand_outs.find(tensors, trains=torch.is_grad_enabled())
+        if weight is not None and weight.num_parts not in (None, self.world.size) and torch.is_grad_enabled():
+            raise UsageError(
+                f"the batch was cut between {weight.num_parts} workers, and the gradients of this model are added over "
+                f"{self.world.size}: samples would be lost, or differ between workers that hold parts of one model. "
+                "Shard the loader over the same workers: lockstep.shard(loader, device_mesh=mesh['dp']), with the "
+                "device_mesh that DataParallel was given, or lockstep.shard(loader, world=model.world)."
+            )
+        return weight
 
     def release(self) -> None:
         """Let go of everything that belongs to the world; called when it is left."""
@@ -202,6 +211,25 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def sync_gradients(self, weight: float | Tensor | None = None) -> None:
+        """Send what was accumulated under `no_sync`, without a backward pass of its own; every worker calls this.
+
+        For loops that belong to somebody else and make many backward passes a step, as the schedules of
+        torch.distributed.pipelining: run those under `no_sync`, then call this, then step. What is sent is
+        `param.grad`, whoever made it.
+
+        weight: what this worker's losses were averaged over; if not given, what the sharded loader cut counts, else all
+            workers the same.
+        """
+        self._engine.is_sent_by_call = True
+        window, reducer = self.world.accumulation, self._engine.reducer
+        given = Weight(checked(weight, "model.sync_gradients")) if weight is not None else window.pending()
+        if reducer is not None:
+            reducer.send_accumulated(given)
+        factor = window.end()
+        if reducer is None and (isinstance(factor, Tensor) or factor != 1.0):
+            foreach_("mul", [local_part(p.grad) for p in self.module.parameters() if p.grad is not None], factor)
 
     @property
     def companion(self) -> StrategyTensors | None:
@@ -321,7 +349,7 @@ class DataParallel(nn.Module):
         dimension of a mesh over which a pipeline is cut, of all its stages, whose workers must all call this.
         """
         engine = self._engine
-        if engine.has_stages and stages is None:
+        if engine.is_stage and stages is None:
             raise UsageError(
                 "this model's gradients were sent by sync_gradients(), as those of a stage of a pipeline are, so they "
                 "are not all there are. Say over which dimension of the mesh the other stages lie: "

@@ -98,8 +98,8 @@ class Engine:
         """The workers that hold the other parts of the model, where its parameters are DTensors."""
         if self.mesh is not None:
             _require_plain(options, shards)
-        self.has_stages = False
-        """Whether the model is one of several stages of a pipeline, as far as is known."""
+        self.is_sent_by_call = False
+        """Whether gradients were sent by a call and not by a pass, as those of a pipeline's stage are."""
         self._device = next((param.device for param in self._params if not param.is_meta), world.device)
         self.reducer: Reducer | None = None
         """What sends gradients, if anything does."""
@@ -163,7 +163,7 @@ class Engine:
         placement = Placement(reduction, memory_of(group, device), device)
         if options.zero:
             split, part = self._data.split, group
-            if split is not world:
+            if self._data.replicas is not None:
                 part, reduction = self._hybrid(group, reduction)
             self.split = placement = SplitPlacement(split, part, reduction, module, params, device, options, self.mesh)
         world.own_groups.free_after(placement, group)
@@ -213,7 +213,7 @@ class Engine:
             )
         taken = []
         for inner in (self._data.split, self._data.replicas):
-            assert inner.group is not None
+            assert inner is not None and inner.group is not None
             taken.append(inner.own_groups.take(inner.group, self._device, inner.timeout, inner.gather_json))
         return taken[0], HybridReduction(group, *taken)
 
@@ -246,8 +246,8 @@ class Engine:
     def total_norm(self, norm_type: float, *, strict: bool, stages: World | None) -> Tensor:
         """The norm of the gradients of the whole model, the same on all workers that hold a part of it."""
         counted = [self.mesh is None or self.mesh.counts(param) for param in self._params]
-        pairs = zip(self._params, counted, strict=True)
-        grads = [param.grad for param, counts in pairs if counts and param.grad is not None]
+        everything = [param.grad for param in self._params]  # All workers ask for all: some must be exchanged first.
+        grads = [grad for grad, counts in zip(everything, counted, strict=True) if counts and grad is not None]
         worlds: list[World | None] = [None, self.mesh.world if self.mesh is not None else None, stages]
         if self.split is not None:
             grads, worlds[0] = self.split.own_grads(counted), self._data.split
@@ -258,6 +258,16 @@ class Engine:
     def clipped(self) -> Sequence[nn.Parameter]:
         """What has this worker's gradients, whose own they are to be scaled."""
         return self.split.owned_params() if self.split is not None else self._params
+
+    def speaks_for(self, param: Tensor) -> bool:
+        """Whether what this worker has of a parameter is what counts, of all copies of it; see ModelMesh.counts."""
+        is_copy = self.split is not None and self._data.replicas is not None and self._data.replicas.rank > 0
+        return not is_copy and (self.mesh is None or self.mesh.counts(param))
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether other workers of the mesh have other stages of a pipeline, as far as can be told."""
+        return self.is_sent_by_call and self._data.num_in_mesh > self.holders.size
 
     @property
     def holders(self) -> World:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.torch_private import as_dtensor, is_dtensor, local_tensor, set_local_tensor
 
-_data: Any = Tensor.data  # type: ignore[attr-defined]  # As the base class has it.
+_data: Any = Tensor.data  # As the base class has it.
 
 
 class LocalParam(nn.Parameter):
@@ -38,7 +38,7 @@ class LocalParam(nn.Parameter):
         raise TypeError("a LocalParam is made by LocalParam.of(param)")
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The memory; where it is set, the DTensor looks at it too."""
         held: Tensor = _data.__get__(self)
         return held
@@ -49,7 +49,7 @@ class LocalParam(nn.Parameter):
         set_local_tensor(self.whole, memory)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """This worker's part of the gradient, in the parameter's placement.
 
         Autograd leaves gradients in whatever placement they were computed in (`Partial` for a norm over a sharded

@@ -124,6 +124,12 @@ class SplitPlacement(Placement):
         self._keeps_buckets = stage < 2
         """Whether a bucket's memory is its own; else only the owned gradients stay."""
         self._grain, self._precision = grain_of(options.optimizer, device), precision
+        if mesh is not None and self._grain is Grain.TENSOR:
+            raise UsageError(
+                f"{type(options.optimizer).__name__} looks at whole tensors, and with zero={stage} it would be given "
+                "this worker's shards of DTensors as if they were whole. Use zero=0, where torch gives it the DTensors "
+                "themselves, or an optimizer that works element by element."
+            )
         self._meta = MetaParams(module, device, world.seed)
         self.parts: list[BucketPart] = []
         """One for each bucket with gradients, in their order."""

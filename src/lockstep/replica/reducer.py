@@ -308,6 +308,21 @@ class Reducer:
         self._now.has_arrived = True
         self.finish()
 
+    def send_accumulated(self, weight: Weight | None) -> None:
+        """End a step by what earlier passes left in `param.grad`, since none of them has sent it.
+
+        weight: of all of it; None for that of the batch which these passes were over.
+        """
+        self._abandon_broken_pass()
+        if self._split is not None:
+            self._split.before_pass()
+        now = self._now
+        now.touched.update(index for index, param in enumerate(self.shared.params) if param.grad is not None)
+        now.syncs = now.has_arrived = True
+        self.grad_weight.begin(in_force(weight, now.weight), (self.shared.params[index] for index in now.touched))
+        self._open_step()
+        self.finish()
+
     def shadow(self) -> int:
         """Take part in a step with nothing to add; returns how many workers had something."""
         self._prepare_buckets()

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.replica.layout import overlaps
 from lockstep.replica.local_params import local_part
 from lockstep.replica.precision import Precision
-from lockstep.torch_private import is_dtensor
+from lockstep.torch_private import is_dtensor, root_of
 from lockstep.wire import Auto, Wire
 from lockstep.wire.auto import require_wire
 from lockstep.world import World, join
@@ -104,8 +104,10 @@ class DataWorlds:
     """Those that gradients are added over."""
     split: World
     """Those over which zero=1 to 3 splits: all, or one replica's."""
-    replicas: World
-    """Those that own the same part of the split as this one: this one alone, or one of each replica."""
+    replicas: World | None = None
+    """Those that own the same part of the split as this one, one of each replica; None where nobody else does."""
+    num_in_mesh: int = 0
+    """How many workers are in the mesh of which these are some dimensions; 0 without one."""
 
 
 def data_worlds(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> DataWorlds:
@@ -116,14 +118,15 @@ def data_worlds(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -
     if mesh is None or mesh.ndim == 1:
         given = mesh if mesh is not None else group
         data = world if given is None else world.within(given)
-        return DataWorlds(data, data, data)
+        return DataWorlds(data, data, None, root_of(mesh).size() if mesh is not None else 0)
     if mesh.ndim != 2:
         raise UsageError(
             f"device_mesh has {mesh.ndim} dimensions ({mesh}): give one that data is parallel over, mesh['dp'], or "
             "two, mesh['replicate', 'split'], of which zero=1 to 3 splits over the second."
         )
     data = world.within(mesh)
-    return DataWorlds(data, world.within(mesh.get_group(1)), world.within(mesh.get_group(0)))
+    groups = mesh.get_all_groups()
+    return DataWorlds(data, world.within(groups[1]), world.within(groups[0]), root_of(mesh).size())
 
 
 def input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
