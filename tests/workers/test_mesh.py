@@ -205,3 +205,66 @@ def test_a_checkpoint_loads_on_another_mesh(started_pool, reference, tmp_path, n
     before = run(train_and_save, SAVED[number], zero)[0]
     results = run(load_and_go_on, SAVED[(number + 1) % len(SAVED)], 3 - zero)
     assert_same([(weights, before + norms) for weights, norms in results], reference)
+
+
+class Stage(nn.Module):
+    """Some of the layers of a Net, under the names that they have there."""
+
+    def __init__(self, net, first, last):
+        super().__init__()
+        depth = len(net.blocks)
+        self.embed = net.embed if first == 0 else nn.Identity()
+        self.blocks = nn.ModuleDict({str(number): net.blocks[number] for number in range(first, last)})
+        self.norm, self.head = (net.norm, net.head) if last == depth else (nn.Identity(), nn.Identity())
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def train_pipeline(world, zero, schedule_name, tensor_parallel):
+    from torch.distributed import pipelining
+
+    shape, names = ((2, 2, 2), ("pp", "dp", "tp")) if tensor_parallel else ((2, 2), ("pp", "dp"))
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    net, stage = build(), mesh["pp"].get_local_rank()
+    part = Stage(net, stage, stage + 1)
+    if tensor_parallel:
+        parallel(part, mesh, "tensor")
+    optimizer = optimizer_of(part)
+    model = lockstep.DataParallel(part, device_mesh=mesh["dp"], optimizer=optimizer, zero=zero, bucket_cap_mb=0.001)
+    data = torch.utils.data.TensorDataset(*(torch.cat(both) for both in zip(*map(global_batch, range(0, 40, 4)))))
+    loader = lockstep.shard(torch.utils.data.DataLoader(data, batch_size=8), device_mesh=mesh["dp"])
+    place = pipelining.PipelineStage(model, stage, 2, world.device, group=mesh["pp"].get_group())
+    schedule = getattr(pipelining, schedule_name)(
+        place, 2, loss_fn=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
+    )
+    norms = []
+    for x, y in loader:
+        with model.no_sync():
+            schedule.step(*(() if stage else (x,)), **({"target": y.contiguous()} if stage else {}))
+        model.sync_gradients()
+        norms.append(model.clip_grad_norm_(0.5, stages=mesh["pp"]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model, part), norms
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("schedule", "tensor_parallel"), [("Schedule1F1B", False), ("ScheduleGPipe", True)])
+def test_stages_of_a_pipeline(pool, zero, schedule, tensor_parallel):
+    net = build()
+    optimizer = optimizer_of(net)
+    norms = []
+    for step in range(0, 40, 4):
+        loss_of(net, *global_batch(step)).backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(net.named_parameters())
+    for weights, got_norms in pool.run(8 if tensor_parallel else 4, train_pipeline, zero, schedule, tensor_parallel):
+        assert got_norms == pytest.approx(norms, rel=1e-5)
+        for name, value in weights.items():
+            assert (value - expected[name]).abs().max() <= 1e-5, name
