@@ -268,3 +268,131 @@ def test_stages_of_a_pipeline(pool, zero, schedule, tensor_parallel):
         assert got_norms == pytest.approx(norms, rel=1e-5)
         for name, value in weights.items():
             assert (value - expected[name]).abs().max() <= 1e-5, name
+
+
+def sized(world, data, kind="sequence", **options):
+    """A net over a mesh of 2 x 2, and its optimizer."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = parallel(build(), mesh, kind)
+    optimizer = options.pop("optimizer", torch.optim.AdamW)(net.parameters(), lr=1e-2)
+    if data is not None:
+        options["device_mesh"] = mesh[data]
+    return net, optimizer, mesh, options
+
+
+def refused(call, *args, **options):
+    with pytest.raises(lockstep.UsageError) as caught:
+        call(*args, **options)
+    return str(caught.value)
+
+
+def wrong_uses(world):
+    said = {}
+    net, optimizer, mesh, _ = sized(world, "dp")
+    said["no mesh"] = refused(lockstep.DataParallel, net)
+    said["over tp"] = refused(lockstep.DataParallel, net, device_mesh=mesh["tp"])
+    said["trainer"] = refused(lockstep.Trainer, net, optimizer, loss_of, shards=4, world=world.within(mesh["dp"]))
+    wire = lockstep.wire.Int8()
+    said["wire"] = refused(lockstep.DataParallel, net, device_mesh=mesh["dp"], wire=wire)
+    adafactor = torch.optim.Adafactor(net.parameters())
+    said["adafactor"] = refused(lockstep.DataParallel, net, device_mesh=mesh["dp"], optimizer=adafactor, zero=2)
+    with torch.device("meta"):
+        unmade = parallel(Net(), mesh, "sequence")
+    said["meta"] = refused(lockstep.DataParallel, unmade, device_mesh=mesh["dp"])
+    whole = nn.Sequential(lockstep.SyncBatchNorm(4))
+    said["statistics"] = refused(lockstep.DataParallel, whole, device_mesh=mesh["dp"])
+    three = dist.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
+    said["three"] = refused(lockstep.DataParallel, build(), device_mesh=three)
+
+    model = lockstep.DataParallel(net, device_mesh=mesh["dp"])
+    data = torch.utils.data.TensorDataset(*global_batch(0))
+    for x, y in lockstep.shard(torch.utils.data.DataLoader(data, batch_size=4)):
+        said["loader"] = refused(loss_of, model, x, y)
+    return said
+
+
+def test_what_cannot_be_right_is_refused(pool):
+    wanted = {
+        "no mesh": "device_mesh=mesh['dp']",
+        "over tp": "device_mesh=mesh['dp']",
+        "trainer": "DataParallel(net, device_mesh=mesh['dp'])",
+        "wire": "lockstep.wire.Half",
+        "adafactor": "zero=0",
+        "meta": "net.to_empty(device=...)",
+        "statistics": "convert(net, mesh['dp'].get_group())",
+        "three": "mesh['replicate', 'split']",
+        "loader": "lockstep.shard(loader, device_mesh=mesh['dp'])",
+    }
+    for said in pool.run(4, wrong_uses):
+        assert said.keys() == wanted.keys()
+        for case, line in wanted.items():
+            assert line in said[case], case
+
+
+def forgets_a_norm(world, zero):
+    """Norms of a sequence-parallel model that are no part of the plan: each worker sees its part of the sequence."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    parallelize_module(block, mesh["tp"], {"0": RowwiseParallel(output_layouts=Shard(0))})
+    net = nn.Sequential(nn.Linear(4, 4), block)
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = lockstep.DataParallel(net, device_mesh=mesh["dp"], optimizer=optimizer, zero=zero)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(world.rank // 2))
+    return refused(lambda: model(x).square().sum().backward())
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_copies_with_other_gradients_are_found(pool, zero):
+    for said in pool.run(4, forgets_a_norm, zero):
+        assert "'1.1.weight' is a plain tensor" in said and "SequenceParallel()" in said
+
+
+def torchs_clipping(world):
+    net, optimizer, mesh, options = sized(world, "dp")
+    model = lockstep.DataParallel(net, **options)
+    x, y = global_batch(0)
+    half = slice(4 * model.world.rank, 4 * model.world.rank + 4)
+    loss_of(model, x[half], y[half]).backward()
+    placements = [(p.placements, p.grad.placements) for p in net.parameters()]
+    theirs = nn.utils.clip_grad_norm_(net.parameters(), 1e9).full_tensor().item()
+    return theirs, model.clip_grad_norm_(1e9).item(), all(one == other for one, other in placements)
+
+
+def test_torchs_clipping(pool):
+    net = build()
+    loss_of(net, *global_batch(0)).backward()
+    expected = nn.utils.clip_grad_norm_(net.parameters(), 1e9).item()
+    for theirs, ours, are_placed in pool.run(4, torchs_clipping):
+        assert are_placed
+        assert theirs == pytest.approx(expected, rel=1e-5)
+        assert ours == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("sequence", 0), ("tensor", 1), ("sequence", 3)])
+def test_foreach(pool, reference, kind, zero):
+    assert_same(pool.run(4, train, *MESHES["dp x tp"], zero, kind, True), reference)
+
+
+def torchtitans_order(world, zero):
+    """Tensor parallel, activation checkpointing, compile, then us."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = parallel(build(), mesh, "sequence")
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False)
+        net.blocks[number].compile(backend="aot_eager")
+    optimizer = optimizer_of(net)
+    model = lockstep.DataParallel(net, device_mesh=mesh["dp"], optimizer=optimizer, zero=zero, bucket_cap_mb=0.001)
+    norms = go_on(model, optimizer, range(STEPS))
+    weights = full_weights(model, net)
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in weights.items()}, norms
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_in_torchtitans_order(pool, reference, zero):
+    assert_same(pool.run(4, torchtitans_order, zero, timeout=60), reference)

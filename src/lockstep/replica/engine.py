@@ -11,6 +11,7 @@ Every worker assembles the same, in the same order, since the parts talk to thei
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,11 +23,12 @@ from lockstep.comm.group import shares_memory
 from lockstep.comm.memory import memory_of
 from lockstep.errors import UsageError
 from lockstep.replica import agreement, allocator, layout, modules
+from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.bucket import Buckets
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.embedding_rows import RowsReducer, find_tables
 from lockstep.replica.layout import LATE, UNCUT, Granularity
-from lockstep.replica.model_mesh import ModelMesh, total_norm
+from lockstep.replica.model_mesh import ModelMesh, all_reduce, total_norm
 from lockstep.replica.optimizer import SplitOptimizer
 from lockstep.replica.params import Owned
 from lockstep.replica.placement import Placement, SplitPlacement
@@ -98,6 +100,9 @@ class Engine:
         """The workers that hold the other parts of the model, where its parameters are DTensors."""
         if self.mesh is not None:
             _require_plain(options, shards)
+        if data.num_in_mesh > world.size:
+            _require_own_statistics(module)
+        self._are_copies_unknown = True
         self.is_sent_by_call = False
         """Whether gradients were sent by a call and not by a pass, as those of a pipeline's stage are."""
         self._device = next((param.device for param in self._params if not param.is_meta), world.device)
@@ -191,10 +196,12 @@ class Engine:
             alone=frozenset(tables) if placement.rules.is_fixed else frozenset(),
         )
         partials = shards.partials if shards is not None else None
+        first_end = weakref.WeakMethod(self._compare_copies) if self.mesh is not None else None
+        more: dict[str, Any] = {"group": group, "partials": partials, "first_end": first_end}
         if tables:
-            self.reducer = RowsReducer(tables, world, shared, buckets, placement, group=group, partials=partials)
+            self.reducer = RowsReducer(tables, world, shared, buckets, placement, **more)
         else:
-            self.reducer = Reducer(world, shared, buckets, placement, group=group, partials=partials)
+            self.reducer = Reducer(world, shared, buckets, placement, **more)
         if self.split is not None and options.optimizer is not None:
             self._split_optimizer = SplitOptimizer(options.optimizer)
             self._split_optimizer.point_at(params, self.split.parts)
@@ -245,14 +252,36 @@ class Engine:
 
     def total_norm(self, norm_type: float, *, strict: bool, stages: World | None) -> Tensor:
         """The norm of the gradients of the whole model, the same on all workers that hold a part of it."""
+        if self.reducer is None:
+            self._compare_copies()
         counted = [self.mesh is None or self.mesh.counts(param) for param in self._params]
-        everything = [param.grad for param in self._params]  # All workers ask for all: some must be exchanged first.
-        grads = [grad for grad, counts in zip(everything, counted, strict=True) if counts and grad is not None]
-        worlds: list[World | None] = [None, self.mesh.world if self.mesh is not None else None, stages]
-        if self.split is not None:
-            grads, worlds[0] = self.split.own_grads(counted), self._data.split
+        worlds = [
+            self._data.split if self.split is not None else None,
+            self.mesh.world if self.mesh is not None else None,
+            stages,
+        ]
+        grads = [grad for index, grad in self._own_grads() if counted[index]]
         over = [world for world in worlds if world is not None]
         return total_norm(grads, norm_type, over, self._device, strict=strict)
+
+    def _own_grads(self) -> list[tuple[int, Tensor]]:
+        """What this worker has of the gradients, by the number of the parameter; all of a mesh ask at the same time."""
+        if self.split is not None:
+            return self.split.own_grads()
+        grads = [param.grad for param in self._params]
+        return [(index, grad) for index, grad in enumerate(grads) if grad is not None]
+
+    def _compare_copies(self) -> None:
+        """After the first step: raise if workers of a mesh have different gradients of what they have alike."""
+        if self.mesh is None or not self._are_copies_unknown:
+            return
+        self._are_copies_unknown = False
+        squares = torch.zeros(len(self._params), dtype=torch.float64)
+        for index, grad in self._own_grads():
+            squares[index] += float(grad.double().square().sum())
+        if self.split is not None:
+            all_reduce(squares, dist.ReduceOp.SUM, self._data.split, "comparing copies of gradients")
+        self.mesh.require_same_grads(self._names, self._params, squares.sqrt().tolist())
 
     @property
     def clipped(self) -> Sequence[nn.Parameter]:
@@ -408,3 +437,13 @@ def are_all_computing(world: World) -> bool:
     workers = world.gather_json([sorted(cores), torch.get_num_threads()])
     usable = set().union(*(usable for usable, _ in workers))
     return all(num_threads == 1 for _, num_threads in workers) and len(usable) <= len(workers)
+
+
+def _require_own_statistics(module: nn.Module) -> None:
+    """Raise UsageError for batch norms that would count workers with other parts of the model, or the same data."""
+    for name, each in module.named_modules():
+        if isinstance(each, SyncBatchNorm | nn.SyncBatchNorm) and each.process_group is None:
+            raise UsageError(
+                f"{name!r} averages its statistics over all workers, and only some dimensions of the mesh have data of "
+                "their own. Convert it for those: lockstep.SyncBatchNorm.convert(net, mesh['dp'].get_group())."
+            )

@@ -69,14 +69,6 @@ class ModelMesh:
             return not any(coordinate)
         return all(place.is_shard() or not at for place, at in zip(whole.placements, coordinate, strict=True))
 
-    def sum(self, value: Tensor, doing: str) -> None:
-        """Replace `value` by its sum over the mesh."""
-        all_reduce(value, dist.ReduceOp.SUM, self.world, doing)
-
-    def max(self, value: Tensor, doing: str) -> None:
-        """Replace `value` by the largest over the mesh."""
-        all_reduce(value, dist.ReduceOp.MAX, self.world, doing)
-
     def start_equal(
         self, names: Sequence[str], params: Sequence[nn.Parameter], owners: Sequence[tuple[nn.Module, str]]
     ) -> None:
@@ -89,12 +81,12 @@ class ModelMesh:
             self.world, [name for name, _ in pairs], [param for _, param in pairs], kept, with_buffers=True
         )
 
-    def require_same_grads(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
-        """Raise UsageError where copies of a plain parameter got different gradients, and so would drift apart."""
-        plain = [(n, param) for n, param in zip(names, params, strict=True) if not is_dtensor(whole_param(param))]
-        mine = [float(param.grad.double().norm()) if param.grad is not None else 0.0 for _, param in plain]
-        for rank, theirs in enumerate(self.world.gather_json(mine)):
-            for (name, _), here, there in zip(plain, mine, theirs, strict=True):
+    def require_same_grads(self, names: Sequence[str], params: Sequence[nn.Parameter], norms: Sequence[float]) -> None:
+        """Raise UsageError where copies of a plain parameter got gradients of different `norms`: they would drift."""
+        triples = zip(names, params, norms, strict=True)
+        plain = [(name, norm) for name, param, norm in triples if not is_dtensor(whole_param(param))]
+        for rank, theirs in enumerate(self.world.gather_json([norm for _, norm in plain])):
+            for (name, here), there in zip(plain, theirs, strict=True):
                 if not math.isclose(here, there, rel_tol=1e-2, abs_tol=1e-12):
                     raise UsageError(
                         f"{name!r} is a plain tensor, the same on all {self.world.size} workers of {self._mesh}, and "

@@ -307,10 +307,10 @@ class SplitPlacement(Placement):
                 for part in self.parts:
                     part.take_back()
 
-    def own_grads(self, counted: Sequence[bool]) -> list[Tensor]:
-        """This worker's gradients of the parameters that are `counted`, by number."""
+    def own_grads(self) -> list[tuple[int, Tensor]]:
+        """This worker's parts of the gradients, each with the number of its parameter."""
         pairs = [pair for part in self.parts for pair in zip(part.fragments, part.params, strict=True)]
-        return [own.grad for fragment, own in pairs if counted[fragment.index] and own.grad is not None]
+        return [(fragment.index, own.grad) for fragment, own in pairs if own.grad is not None]
 
     def release(self) -> None:
         """Let go of the group."""

@@ -75,13 +75,16 @@ class Reducer:
         *,
         group: dist.ProcessGroup,
         partials: Partials | None = None,
+        first_end: "weakref.WeakMethod[Callable[[], None]] | None" = None,
     ) -> None:
+        """first_end: called when gradients have been handed out for the first time."""
         self._world = world
         self.shared = shared
         self.group = group
         self._placement = placement
         self.grad_weight = GradWeight(world.size if partials is None else None)
         self._queue = BucketQueue(world, shared.names, buckets, placement, self.grad_weight, partials)
+        self._first_end = first_end
         self._join_mode: JoinMode | None = None
         """Whether workers may run out of batches at different steps, and what that means."""
         self.inputs: SameInputs | None = SameInputs(world)
@@ -363,6 +366,8 @@ class Reducer:
             self.observer.see_sums(self.step, self.buckets)
         if not self.step:
             self._learn_order(self._world.gather_json(self._now.observed)[0])
+            if self._first_end is not None and (compare := self._first_end()) is not None:
+                compare()
         if self.inputs is not None and not self.inputs.compare():
             self.inputs = None
         if isinstance(self._wire, ChoosingReduction):
