@@ -377,15 +377,16 @@ def test_foreach(pool, reference, kind, zero):
     assert_same(pool.run(4, train, *MESHES["dp x tp"], zero, kind, True), reference)
 
 
-def torchtitans_order(world, zero):
+def torchtitans_order(world, zero, kind, compiles):
     """Tensor parallel, activation checkpointing, compile, then us."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    net = parallel(build(), mesh, "sequence")
+    net = parallel(build(), mesh, kind)
     for number, block in enumerate(net.blocks):
         net.blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False)
-        net.blocks[number].compile(backend="aot_eager")
+        if compiles:
+            net.blocks[number].compile(backend="aot_eager")
     optimizer = optimizer_of(net)
     model = lockstep.DataParallel(net, device_mesh=mesh["dp"], optimizer=optimizer, zero=zero, bucket_cap_mb=0.001)
     norms = go_on(model, optimizer, range(STEPS))
@@ -394,5 +395,6 @@ def torchtitans_order(world, zero):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_in_torchtitans_order(pool, reference, zero):
-    assert_same(pool.run(4, torchtitans_order, zero, timeout=60), reference)
+@pytest.mark.parametrize(("kind", "compiles"), [("sequence", False), ("tensor", True)])
+def test_in_torchtitans_order(pool, reference, zero, kind, compiles):
+    assert_same(pool.run(4, torchtitans_order, zero, kind, compiles, timeout=60), reference)
