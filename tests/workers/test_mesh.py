@@ -1,6 +1,8 @@
 """Data parallelism over some dimensions of a mesh, tensor and pipeline parallelism over the others."""
 
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from amount import some
 from torch import nn
 
 import lockstep
+
+ROOT = Path(__file__).parents[2]
 
 STEPS = 20
 SIZES = [8, 7, 8, 5]
@@ -417,3 +421,18 @@ def torchtitans_order(world, zero, kind, compiles):
 )
 def test_in_torchtitans_order(pool, reference, zero, kind, compiles):
     assert_same(pool.run(4, torchtitans_order, zero, kind, compiles, timeout=60), reference)
+
+
+def run_block(world, text, folder):
+    os.chdir(folder)
+    try:
+        exec(compile(text, "docs/mesh.md", "exec"), {})
+    finally:
+        os.chdir(ROOT)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_programs_of_the_docs(pool, tmp_path, number):
+    texts = (ROOT / "docs" / "mesh.md").read_text().split("```python\n")[1:]
+    assert len(texts) == 4
+    pool.run(4, run_block, texts[number].partition("\n```")[0], str(tmp_path))
