@@ -47,9 +47,9 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def build():
+def build(depth=2):
     torch.manual_seed(3)
-    return Net()
+    return Net(depth=depth)
 
 
 def plan_of(kind):
@@ -436,3 +436,53 @@ def test_programs_of_the_docs(pool, tmp_path, number):
     texts = (ROOT / "docs" / "mesh.md").read_text().split("```python\n")[1:]
     assert len(texts) == 4
     pool.run(4, run_block, texts[number].partition("\n```")[0], str(tmp_path))
+
+
+def train_interleaved(world, zero):
+    """Two stages on each worker: the layers go round."""
+    from torch.distributed import pipelining
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    net, place = build(4), mesh["pp"].get_local_rank()
+    numbers = [place, place + 2]
+    models, optimizers, stages = [], [], []
+    for number in numbers:
+        part = Stage(net, number, number + 1)
+        optimizers.append(optimizer_of(part))
+        options = {"optimizer": optimizers[-1], "zero": zero, "bucket_cap_mb": 0.001}
+        models.append(lockstep.DataParallel(part, device_mesh=mesh["dp"], **options))
+        stages.append(pipelining.PipelineStage(models[-1], number, 4, world.device, group=mesh["pp"].get_group()))
+    schedule = pipelining.ScheduleInterleaved1F1B(
+        stages, 2, lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
+    )
+    norms, said = [], []
+    for step in range(0, 20, 4):
+        x, y = (each[4 * models[0].world.rank :][:4].contiguous() for each in global_batch(step))
+        with models[0].no_sync(), models[1].no_sync():
+            schedule.step(*(() if place else (x,)), **({"target": y} if place else {}))
+        for model in models:
+            model.sync_gradients(weight=y.numel())
+        said += [refused(models[0].clip_grad_norm_, 0.5), refused(models[0].clip_grad_norm_, 0.5, stages=mesh["pp"])]
+        norms.append(models[0].clip_grad_norm_(0.5, stages=mesh["pp"], also=models[1:]).item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all("stages=mesh['pp']" in text for text in said)
+    return full_weights(models[0], models[0].module) | full_weights(models[1], models[1].module), norms
+
+
+@pytest.mark.parametrize("zero", some([2], range(4)))
+def test_interleaved_stages(pool, zero):
+    net = build(4)
+    optimizer = optimizer_of(net)
+    norms = []
+    for step in range(0, 20, 4):
+        loss_of(net, *global_batch(step)).backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(net.named_parameters())
+    for weights, got_norms in pool.run(4, train_interleaved, zero):
+        assert got_norms == pytest.approx(norms, rel=1e-5)
+        for name, value in weights.items():
+            assert (value - expected[name]).abs().max() <= 1e-5, name

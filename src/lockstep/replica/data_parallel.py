@@ -17,13 +17,14 @@ from lockstep.replica import agreement
 from lockstep.replica.autograd_hooks import PassEvents, Untraced, call_at_begin, drop_gradient
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.engine import Engine, StepShards, StrategyTensors
+from lockstep.replica.grad_weight import scale_grads
 from lockstep.replica.local_params import local_part
+from lockstep.replica.model_mesh import total_norm
 from lockstep.replica.optimizer import IdleOptimizers
 from lockstep.replica.precision import DDPPrecision, Precision, cast, reduce_in
 from lockstep.replica.reducer import Reducer
 from lockstep.replica.step_state import JoinMode
 from lockstep.replica.wrapping import WrapOptions, data_worlds, input_device
-from lockstep.torch_private import foreach_
 from lockstep.weight import Weight, checked
 from lockstep.wire import Auto, Wire
 from lockstep.wire.reduction import WireReduction
@@ -45,7 +46,8 @@ class DataParallel(nn.Module):
     device_ids: a list of one device; inputs are moved there.
     broadcast_buffers, forward_sync_buffers: False leaves buffers alone between the steps.
     init_sync: False leaves the first weights and buffers as they are.
-    process_group, device_mesh: reduce over these workers instead of all.
+    process_group, device_mesh: reduce over these workers instead of all. A mesh of two dimensions: zero splits over the
+        second, and replicates over the first. Parameters may be DTensors on other dimensions: see docs/mesh.md.
     bucket_cap_mb: the size of a bucket; if not given 25, and on GPUs growing to 100. `bucket_cap_mb_list`: its last
         entry counts.
     mixed_precision: torch's own experiment, as there; `torch.autocast` is the better tool.
@@ -228,8 +230,8 @@ class DataParallel(nn.Module):
         if reducer is not None:
             reducer.send_accumulated(given)
         factor = window.end()
-        if reducer is None and (isinstance(factor, Tensor) or factor != 1.0):
-            foreach_("mul", [local_part(p.grad) for p in self.module.parameters() if p.grad is not None], factor)
+        if reducer is None:
+            scale_grads(factor, self.module.parameters())
 
     @property
     def companion(self) -> StrategyTensors | None:
@@ -342,26 +344,47 @@ class DataParallel(nn.Module):
         foreach: bool | None = None,
         *,
         stages: dist.DeviceMesh | None = None,
+        also: Sequence["DataParallel"] = (),
     ) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the old norm.
 
-        What workers hold in parts is counted once: parts of split gradients, of DTensors, and with `stages`, the
-        dimension of a mesh over which a pipeline is cut, of all its stages, whose workers must all call this.
+        What workers hold in parts is counted once: parts of split gradients, of DTensors, and of a pipeline.
+
+        stages: the dimension of a mesh over which a pipeline is cut, whose workers must all call this.
+        also: wrapped models that count as parts of this one and are scaled with it: further stages on this worker.
         """
-        engine = self._engine
-        if engine.is_stage and stages is None:
+        engines = [self._engine, *(each._engine for each in also)]
+        self._require_all_stages(stages, engines)
+        if engines[0].split is None and engines[0].mesh is None and stages is None and not also:
+            params = self.module.parameters()
+            return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        grads = [grad for engine in engines for grad in engine.counted_grads()]
+        worlds = engines[0].norm_worlds + ([join().within(stages)] if stages is not None else [])
+        total = total_norm(grads, float(norm_type), worlds, self.world.device, strict=error_if_nonfinite)
+        for engine in engines:
+            nn.utils.clip_grads_with_norm_(engine.clipped, max_norm, total, foreach)
+        return total
+
+    def _require_all_stages(self, stages: dist.DeviceMesh | None, engines: Sequence[Engine]) -> None:
+        """Raise UsageError where a norm would be that of a part of the model."""
+        if any(engine.is_stage for engine in engines) and stages is None:
             raise UsageError(
                 "this model's gradients were sent by sync_gradients(), as those of a stage of a pipeline are, so they "
                 "are not all there are. Say over which dimension of the mesh the other stages lie: "
                 "model.clip_grad_norm_(..., stages=mesh['pp'])."
             )
-        if engine.split is None and engine.mesh is None and stages is None:
-            params = self.module.parameters()
-            return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-        over = join().within(stages) if stages is not None else None
-        total = engine.total_norm(float(norm_type), strict=error_if_nonfinite, stages=over)
-        nn.utils.clip_grads_with_norm_(engine.clipped, max_norm, total, foreach)
-        return total
+        here = [each._engine for each in self.world.replicas if isinstance(each, DataParallel)]
+        if stages is not None and any(engine.is_stage and engine not in engines for engine in here):
+            raise UsageError(
+                "this worker has several stages of a pipeline, which have one norm. Clip them together: "
+                "first.clip_grad_norm_(..., stages=mesh['pp'], also=[second])."
+            )
+        places = [[world.peers.all for world in engine.norm_worlds] for engine in engines]
+        if any(place != places[0] for place in places):
+            raise UsageError(
+                "models that are clipped together must be split over the same workers: give all of them the same "
+                "device_mesh and all zero=0 or none of them, and cut all of them over the same mesh."
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of this worker's part included."""

@@ -28,7 +28,7 @@ from lockstep.replica.bucket import Buckets
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.embedding_rows import RowsReducer, find_tables
 from lockstep.replica.layout import LATE, UNCUT, Granularity
-from lockstep.replica.model_mesh import ModelMesh, all_reduce, total_norm
+from lockstep.replica.model_mesh import ModelMesh, all_reduce
 from lockstep.replica.optimizer import SplitOptimizer
 from lockstep.replica.params import Owned
 from lockstep.replica.placement import Placement, SplitPlacement
@@ -250,19 +250,18 @@ class Engine:
             self.reducer.trust_inputs()
         self.own_numbers = contextlib.nullcontext()
 
-    def total_norm(self, norm_type: float, *, strict: bool, stages: World | None) -> Tensor:
-        """The norm of the gradients of the whole model, the same on all workers that hold a part of it."""
+    def counted_grads(self) -> list[Tensor]:
+        """What this worker adds to the norm of the gradients; all that hold a part of the model ask at one time."""
         if self.reducer is None:
             self._compare_copies()
         counted = [self.mesh is None or self.mesh.counts(param) for param in self._params]
-        worlds = [
-            self._data.split if self.split is not None else None,
-            self.mesh.world if self.mesh is not None else None,
-            stages,
-        ]
-        grads = [grad for index, grad in self._own_grads() if counted[index]]
-        over = [world for world in worlds if world is not None]
-        return total_norm(grads, norm_type, over, self._device, strict=strict)
+        return [grad for index, grad in self._own_grads() if counted[index]]
+
+    @property
+    def norm_worlds(self) -> list[World]:
+        """The worlds over each of which what is counted here adds up to the whole model's."""
+        split = [self._data.split] if self.split is not None else []
+        return split + ([self.mesh.world] if self.mesh is not None else [])
 
     def _own_grads(self) -> list[tuple[int, Tensor]]:
         """What this worker has of the gradients, by the number of the parameter; all of a mesh ask at the same time."""

@@ -129,6 +129,14 @@ def backward(loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) 
         window.in_force = outer
         is_over = all(replica.require_backward_grad_sync for replica in world.replicas)
         factor = window.end() if is_over else 1.0
+    scale_grads(
+        factor, (param for replica in world.replicas if replica.world.size == 1 for param in replica.parameters())
+    )
+
+
+def scale_grads(factor: Factor, params: Iterable[Tensor]) -> None:
+    """Multiply the gradients of `params`, what this worker holds of them."""
     if isinstance(factor, Tensor) or factor != 1.0:
-        alone = [param for replica in world.replicas if replica.world.size == 1 for param in replica.parameters()]
-        foreach_("mul", [local_part(param.grad) for param in alone if param.grad is not None], factor)
+        grads = [local_part(param.grad) for param in params if param.grad is not None]
+        if grads:
+            foreach_("mul", grads, factor)
