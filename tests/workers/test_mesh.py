@@ -1,5 +1,6 @@
 """Data parallelism over some dimensions of a mesh, tensor and pipeline parallelism over the others."""
 
+import contextlib
 import itertools
 import os
 from pathlib import Path
@@ -486,3 +487,73 @@ def test_interleaved_stages(pool, zero):
         assert got_norms == pytest.approx(norms, rel=1e-5)
         for name, value in weights.items():
             assert (value - expected[name]).abs().max() <= 1e-5, name
+
+
+def accumulated(world, shape, names, data, zero):
+    net, optimizer, model = begin(shape, names, data, zero)
+    norms = []
+    for step in range(STEPS):
+        x, y = global_batch(step)
+        size, place = len(x), model.world.rank
+        mine = range(size * place // model.world.size, size * (place + 1) // model.world.size)
+        for micro in (mine[:1], mine[1:]):  # Of different sizes: each counts by its own.
+            with contextlib.nullcontext() if micro.stop == mine.stop else model.no_sync():
+                loss = loss_of(model, x[micro.start : micro.stop], y[micro.start : micro.stop])
+                lockstep.backward(loss / 2, weight=len(micro))
+        norms.append(model.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model, net), norms
+
+
+@pytest.mark.parametrize(("shape", "zero"), some([("dp x tp", 2)], itertools.product(("dp x tp", "tp"), range(4))))
+def test_accumulation(pool, reference, shape, zero):
+    sizes, names, data = MESHES[shape]
+    assert_same(pool.run(torch.Size(sizes).numel(), accumulated, sizes, names, data, zero), reference)
+
+
+def kept_state(world, zero, precision):
+    """What goes out by state_dict and comes in again; dropout that all copies of an activation share."""
+    mesh = dist.init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("dp", "tp"))
+    net = parallel(build(), mesh, "tensor")
+    for block in net.blocks:
+        block.norm = nn.Sequential(block.norm, nn.Dropout(0.3))
+    optimizer = optimizer_of(net)
+    options = {"precision": lockstep.Precision(params=torch.bfloat16)} if precision else {}
+    model = lockstep.DataParallel(net, device_mesh=mesh["dp"], optimizer=optimizer, zero=zero, **options)
+    go_on(model, optimizer, range(4))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before = full_weights(model, net)
+    go_on(model, optimizer, range(4, 6))
+    model.load_state_dict(state)
+    after = full_weights(model, net)
+    return all(torch.equal(after[name], value) for name, value in before.items()), before
+
+
+@pytest.mark.parametrize(
+    ("workers", "zero", "precision"),
+    some([(4, 3, True)], [(w, z, p) for w in (2, 4) for z in range(4) for p in (False, True) if z or not p]),
+)
+def test_state_dropout_and_precision(pool, workers, zero, precision):
+    results = pool.run(workers, kept_state, zero, precision)
+    for came_back, weights in results:
+        assert came_back
+        assert all(torch.equal(value, results[0][1][name]) for name, value in weights.items())
+
+
+def ends_early(world):
+    net, _, model = begin((2, 2), ("dp", "tp"), "dp", 0)
+    with model.join():
+        for step in range(3 + model.world.rank):
+            loss_of(model, *global_batch(step)).backward()
+            with torch.no_grad():
+                for param in net.parameters():
+                    param -= 0.1 * param.grad
+                    param.grad = None
+    return full_weights(model, net)
+
+
+def test_workers_with_fewer_batches(pool):
+    results = pool.run(4, ends_early)
+    for weights in results:
+        assert all(torch.equal(value, results[0][name]) for name, value in weights.items())
