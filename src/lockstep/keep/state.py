@@ -75,24 +75,13 @@ class Held:
     @property
     def is_scattered(self) -> bool:
         """Whether the elements do not follow one another row by row in the parameter."""
-        lies_otherwise = self.own.dim() < len(self.strides) and not self.like(self.box, self.strides).is_contiguous()
+        lies_otherwise = self.own.dim() < len(self.strides) and not self.box.laid(self.strides).is_contiguous()
         return lies_otherwise or not self.box.is_run(self.whole.shape)
 
     @property
     def begin(self) -> int:
         """The number of the first element in the parameter, unless they are scattered."""
         return self.box.first(self.shape) + self.offset
-
-    def together(self, parts: Sequence["Part"]) -> Tensor:
-        """The whole, row by row, of the parts of all workers."""
-        whole = torch.empty(self.shape, dtype=parts[0].flat.dtype.to_real())
-        for box in dict.fromkeys(part.box for part in parts):
-            here = sorted((part for part in parts if part.box == box), key=lambda part: part.offset)
-            flat = torch.cat([_flat(part.flat) for part in here])
-            held = flat if here[0].is_ordered else _flat(view_like(flat, 0, self.like(box, here[0].strides)))
-            place = whole[box.slices]
-            place.copy_(held.view(place.shape))
-        return whole.view(-1)
 
     def stored(self, checkpoint: Checkpoint, name: str) -> Tensor:
         """What `checkpoint` has under `name` for what this worker holds, flat."""
@@ -103,10 +92,6 @@ class Held:
         if self.own.dim() == len(self.strides):
             return _flat(shaped)
         return in_memory_order(shaped, self.strides)[self.offset : self.offset + self.own.numel()]
-
-    def like(self, box: "Box", strides: Sequence[int]) -> Tensor:
-        """A tensor without memory, of what a worker has that holds `box`."""
-        return torch.empty_strided(box.sizes, strides, dtype=self.whole.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +111,10 @@ class Box:
         cut = [dim for dim, size in enumerate(self.sizes) if size != shape[dim]]
         return not cut or math.prod(self.sizes[: cut[-1]]) == 1 or not math.prod(self.sizes)
 
+    def laid(self, strides: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor of it without memory, as a worker has it."""
+        return torch.empty_strided(self.sizes, strides, dtype=dtype, device="meta")
+
     def first(self, shape: Sequence[int]) -> int:
         """The number of its first element in a tensor of this shape, which may have two reals for each of its own."""
         number = 0
@@ -138,12 +127,39 @@ class Box:
 class Part:
     """Elements that some worker holds of a tensor which is put together."""
 
+    param: str
+    """The parameter's name."""
     box: Box
     offset: int
     strides: tuple[int, ...]
     is_ordered: bool
     """Whether they lie row by row already."""
     flat: Tensor
+
+    @staticmethod
+    def exchange(world: World | None, mine: "Sequence[Part]") -> "Sequence[Part]":
+        """The parts of all workers of `world`, where there is one; each of these calls this."""
+        if world is None:
+            return mine
+        said = [[p.param, p.box.begins, p.box.sizes, p.offset, p.strides, p.is_ordered] for p in mine]
+        told, flats = world.gather_json(said), world.gather_tensors([part.flat for part in mine])
+        return [
+            Part(param, Box(tuple(begins), tuple(sizes)), offset, tuple(strides), is_ordered, flat)
+            for theirs, of_worker in zip(told, flats, strict=True)
+            for (param, begins, sizes, offset, strides, is_ordered), flat in zip(theirs, of_worker, strict=True)
+        ]
+
+
+def together(param: Tensor, parts: Sequence[Part]) -> Tensor:
+    """A whole tensor like `param`, row by row, of all its parts."""
+    whole = torch.empty(_real_shape(param), dtype=parts[0].flat.dtype.to_real())
+    for box in dict.fromkeys(part.box for part in parts):
+        here = sorted((part for part in parts if part.box == box), key=lambda part: part.offset)
+        flat = torch.cat([_flat(part.flat) for part in here])
+        held = flat if here[0].is_ordered else _flat(view_like(flat, 0, box.laid(here[0].strides, param.dtype)))
+        place = whole[box.slices]
+        place.copy_(held.view(place.shape))
+    return whole.view(-1)
 
 
 class TrainingState:
@@ -163,9 +179,16 @@ class TrainingState:
         """The workers that each have one replica, or a part of it that no other has."""
         self._holders = world
         """All that hold a part of the model."""
-        self._writes = replica is None or replica._engine.mesh is None or replica._engine.mesh.world.rank == 0
+        engine = replica._engine if replica is not None else None
+        self._mesh = engine.mesh.world if engine is not None and engine.mesh is not None else None
+        """Those that together hold one replica, in parts that optimizer and buckets take for whole."""
+        self._split = engine.split_world if engine is not None and parts is not None else None
+        """Those over which what the optimizer has is split."""
+        self._is_copy = engine is not None and engine.is_copy
+        """Whether others, that speak for it, have all of what this worker has."""
+        self._writes = self._mesh is None or self._mesh.rank == 0
         """Whether this worker writes what all workers of a mesh have."""
-        speaks: Callable[[Tensor], bool] = replica._engine.speaks_for if replica is not None else lambda _: True
+        speaks: Callable[[Tensor], bool] = engine.speaks_for if engine is not None else lambda _: True
         self._named = dict(self._module.named_parameters())
         self._is_split = parts is not None
         names = {id(param): name for name, param in self._named.items()}
@@ -183,17 +206,17 @@ class TrainingState:
     def pieces(self) -> list[Piece]:
         """What this worker writes; every worker calls this."""
         found: list[Piece] = []
-        scattered: dict[str, tuple[Held, Tensor]] = {}
+        scattered: dict[str, Part] = {}
         for held in self._held if self._is_split else self._dealt(self._held):
             for name, value in self._tensors(held):
                 if not _is_like(value, held.own):
                     found.append(Piece.whole(name, _real(value)))
                 elif held.is_scattered:
-                    scattered[name] = held, value
+                    is_ordered = held.own.dim() == len(held.strides)
+                    scattered[name] = Part(held.name, held.box, held.offset, held.strides, is_ordered, value)
                 else:
                     found.append(Piece(name, held.shape, held.begin, _flat(value)))
-        if self._is_split or self._holders is not self._world:
-            found.extend(self._put_together(scattered))
+        found.extend(self._put_together(scattered))
         if self._writes:
             found.extend(Piece.whole(MODEL + name, _real(buffer)) for name, buffer in self._dealt(self._buffers()))
         own = f"{self._holders.rank}/"
@@ -246,23 +269,25 @@ class TrainingState:
             if _is_like(mine, held.own) or held.is_first:
                 yield f"{OPTIMIZER}{held.name}/{key}", mine
 
-    def _put_together(self, scattered: Mapping[str, tuple[Held, Tensor]]) -> Iterator[Piece]:
-        """Whole tensors, each on the worker that has its first element; one at a time, so that memory suffices."""
-        for name in sorted(set().union(*self._holders.gather_json(list(scattered)))):
-            held, value = scattered.get(name, (None, None))
-            said = None
-            if held is not None:
-                is_ordered = held.own.dim() == len(held.strides)
-                said = [held.box.begins, held.box.sizes, held.offset, held.strides, is_ordered]
-            places = self._holders.gather_json(said)
-            flats = self._holders.gather_tensors([value] if value is not None else [])
-            if held is not None and held.is_first:
-                given = [pair for pair in zip(places, flats, strict=True) if pair[0] is not None]
-                parts = [
-                    Part(Box(tuple(begins), tuple(sizes)), offset, tuple(strides), is_ordered, flat)
-                    for (begins, sizes, offset, strides, is_ordered), (flat,) in given
-                ]
-                yield Piece(name, held.shape, 0, held.together(parts))
+    def _put_together(self, scattered: Mapping[str, Part]) -> Iterator[Piece]:
+        """Whole tensors of the parts of all workers, one at a time, so that memory suffices.
+
+        Of what is split, those who split it exchange theirs; then, of each tensor, one row of workers of the mesh does.
+        """
+        asked = self._holders if self._is_split else self._mesh
+        names = sorted(set().union(*asked.gather_json(list(scattered)))) if asked is not None else ()
+        if self._is_copy:
+            return
+        for number, name in enumerate(names):
+            parts: Sequence[Part] = [scattered[name]] if name in scattered else []
+            if self._split is not None:
+                parts = Part.exchange(self._split, parts)
+                if self._split.rank != number % self._split.size:
+                    continue
+            parts = Part.exchange(self._mesh, parts)
+            if self._writes:
+                param = self._named[parts[0].param]
+                yield Piece(name, _real_shape(param), 0, together(param, parts))
 
     def _state_of(self, held: Held) -> dict[str, Any]:
         state: Mapping[Any, dict[str, Any]] = self._optimizer.state if self._optimizer is not None else {}

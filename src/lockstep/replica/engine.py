@@ -260,7 +260,7 @@ class Engine:
     @property
     def norm_worlds(self) -> list[World]:
         """The worlds over each of which what is counted here adds up to the whole model's."""
-        split = [self._data.split] if self.split is not None else []
+        split = [self.split_world] if self.split is not None else []
         return split + ([self.mesh.world] if self.mesh is not None else [])
 
     def _own_grads(self) -> list[tuple[int, Tensor]]:
@@ -289,8 +289,17 @@ class Engine:
 
     def speaks_for(self, param: Tensor) -> bool:
         """Whether what this worker has of a parameter is what counts, of all copies of it; see ModelMesh.counts."""
-        is_copy = self.split is not None and self._data.replicas is not None and self._data.replicas.rank > 0
-        return not is_copy and (self.mesh is None or self.mesh.counts(param))
+        return not self.is_copy and (self.mesh is None or self.mesh.counts(param))
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether all of this worker's part of what is split is that of another one, of an earlier replica."""
+        return self.split is not None and self._data.replicas is not None and self._data.replicas.rank > 0
+
+    @property
+    def split_world(self) -> World:
+        """The workers over which what is split is split."""
+        return self._data.split
 
     @property
     def is_stage(self) -> bool:
