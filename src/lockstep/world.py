@@ -347,18 +347,18 @@ class World(Membership):
         if torch_private.root_of(workers).size() == self.size:
             # All parts of a model must draw and shuffle alike, and only here are they sure to be all together.
             self.agree_on_seed()
-        if workers.ndim == 1:
-            return self._in_group(workers.get_group())
-        return self.among(sorted(workers.mesh.flatten().tolist()))
+        return self.among(sorted(workers.mesh.flatten().tolist()), workers.get_group() if workers.ndim == 1 else None)
 
-    def among(self, ranks: Sequence[int]) -> "World":
-        """This worker's place among those with these ranks, all of which call this, in the same order."""
+    def among(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> "World":
+        """This worker's place among those with these ranks, all of which call this; they have `group`, if any yet."""
         if self.group is None or list(ranks) == list(range(self.size)):
             return self
         if tuple(ranks) not in self._parts:
-            options: dict[str, Any] = {"timeout": self.timeout + groups.MARGIN, "use_local_synchronization": True}
-            group = dist.new_group(list(ranks), **options)
-            assert isinstance(group, dist.ProcessGroup)
+            if group is None:
+                options: dict[str, Any] = {"timeout": self.timeout + groups.MARGIN, "use_local_synchronization": True}
+                opened = dist.new_group(list(ranks), **options)
+                assert isinstance(opened, dist.ProcessGroup)
+                group = opened
             self._parts[tuple(ranks)] = self._in_group(group)
         return self._parts[tuple(ranks)]
 
@@ -380,6 +380,7 @@ class World(Membership):
             groups.host_group(group, self.timeout),
             owns_group=False,
         )
+        place.peers.servers = self.peers.servers  # Whatever it waits for, others may need the same of it.
         inner = copy.copy(self)  # It shares the replicas, the batches, the listeners: all but the place.
         vars(inner).update(vars(place))
         inner.watcher = None
@@ -438,6 +439,7 @@ class World(Membership):
         self.own_groups.clear()
         for part in self._parts.values():
             part.group = part.host_group = None
+            part.has_left = True
         self._parts.clear()
         self.has_left = True
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -557,3 +558,45 @@ def test_workers_with_fewer_batches(pool):
     results = pool.run(4, ends_early)
     for weights in results:
         assert all(torch.equal(value, results[0][name]) for name, value in weights.items())
+
+
+class Routed(nn.Module):
+    """Runs the blocks that it is told to run."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.experts = nn.ModuleList(Block(8) for _ in range(4))
+
+    def forward(self, x, path):
+        for number in path:
+            x = self.experts[number](x)
+        return x * self.scale
+
+
+def routed(world, zero):
+    """Workers run different blocks, in different orders."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "split"))
+    torch.manual_seed(3)
+    net = Routed().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model = lockstep.DataParallel(net, device_mesh=mesh["replicate", "split"], optimizer=optimizer, zero=zero)
+    for step in range(8):
+        dice = random.Random(10 * step + world.rank)
+        for is_last in (False, True):
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                path = [dice.randrange(4) for _ in range(dice.randrange(5))]
+                x = torch.randn(3, 8, generator=torch.Generator().manual_seed(dice.randrange(99)), dtype=torch.double)
+                model(x, path).square().mean().backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model, net)
+
+
+@pytest.mark.parametrize(("zero", "backend"), some([(3, "gloo")], itertools.product((2, 3), ("shm", "gloo"))))
+def test_different_blocks_in_replicas(started_pool, zero, backend):
+    expected = started_pool.run(4, routed, 0, backend=backend)[0]
+    for weights in started_pool.run(4, routed, zero, backend=backend):
+        for name, value in expected.items():
+            assert torch.allclose(weights[name], value, rtol=1e-10, atol=1e-12), name

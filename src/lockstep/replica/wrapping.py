@@ -125,8 +125,8 @@ def data_worlds(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -
             "two, mesh['replicate', 'split'], of which zero=1 to 3 splits over the second."
         )
     data = world.within(mesh)
-    groups = mesh.get_all_groups()
-    return DataWorlds(data, world.within(groups[1]), world.within(groups[0]), root_of(mesh).size())
+    replicas, split = (world.among(dist.get_process_group_ranks(each), each) for each in mesh.get_all_groups())
+    return DataWorlds(data, split, replicas, root_of(mesh).size())
 
 
 def input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
