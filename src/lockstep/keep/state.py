@@ -15,7 +15,6 @@ together before they are written, and it is read whole.
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,141 +24,14 @@ from lockstep.errors import UsageError
 from lockstep.keep import checks
 from lockstep.keep.checkpoint import Checkpoint
 from lockstep.keep.checks import MODEL, OPTIMIZER, RANDOM, STRATEGY, WIRE
+from lockstep.keep.held import Held, Part, flattened, in_reals, real_shape, together
 from lockstep.keep.pieces import Piece
 from lockstep.replica.data_parallel import DataParallel
-from lockstep.replica.layout import in_memory_order, view_like
 from lockstep.replica.local_params import local_part
-from lockstep.replica.model_mesh import shard_begins
 from lockstep.seeds import Generators
 from lockstep.torch_private import as_dtensor, is_dtensor
 from lockstep.wire.error_feedback import shared_out
 from lockstep.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What this worker holds of one parameter: elements from `offset` on of what is here at all."""
-
-    name: str
-    whole: nn.Parameter
-    """The parameter itself, for its shape."""
-    key: Tensor
-    """What the optimizer knows it by: the parameter, or a fragment of it."""
-    offset: int
-    strides: tuple[int, ...]
-    """How it lies in memory here; what it shows now may be a stand-in (zero=3)."""
-    speaks: bool = True
-    """Whether this worker's elements are the ones to be written, where others have copies of them."""
-
-    @property
-    def own(self) -> Tensor:
-        """The memory that the optimizer works on."""
-        return local_part(self.key)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the parameter, in real numbers."""
-        return _real_shape(self.whole)
-
-    @property
-    def box(self) -> "Box":
-        """Which elements of the parameter are here."""
-        begins = shard_begins(self.whole) if is_dtensor(self.whole) else (0,) * self.whole.dim()
-        return Box(begins, tuple(local_part(self.whole).shape))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this worker speaks for the parameter where something exists once."""
-        return self.speaks and self.offset == 0 and not any(self.box.begins)
-
-    @property
-    def is_scattered(self) -> bool:
-        """Whether the elements do not follow one another row by row in the parameter."""
-        lies_otherwise = self.own.dim() < len(self.strides) and not self.box.laid(self.strides).is_contiguous()
-        return lies_otherwise or not self.box.is_run(self.whole.shape)
-
-    @property
-    def begin(self) -> int:
-        """The number of the first element in the parameter, unless they are scattered."""
-        return self.box.first(self.shape) + self.offset
-
-    def stored(self, checkpoint: Checkpoint, name: str) -> Tensor:
-        """What `checkpoint` has under `name` for what this worker holds, flat."""
-        if not self.is_scattered:
-            return checkpoint.read(name, self.begin, self.begin + _flat(self.own).numel())
-        whole = checkpoint.read_whole(name)
-        shaped = (torch.view_as_complex(whole) if self.whole.is_complex() else whole)[self.box.slices]
-        if self.own.dim() == len(self.strides):
-            return _flat(shaped)
-        return in_memory_order(shaped, self.strides)[self.offset : self.offset + self.own.numel()]
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A part of a tensor, by its first index and its length in every dimension."""
-
-    begins: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """To cut it out."""
-        return tuple(slice(begin, begin + size) for begin, size in zip(self.begins, self.sizes, strict=True))
-
-    def is_run(self, shape: Sequence[int]) -> bool:
-        """Whether its elements follow one another in a tensor of this shape."""
-        cut = [dim for dim, size in enumerate(self.sizes) if size != shape[dim]]
-        return not cut or math.prod(self.sizes[: cut[-1]]) == 1 or not math.prod(self.sizes)
-
-    def laid(self, strides: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of it without memory, as a worker has it."""
-        return torch.empty_strided(self.sizes, strides, dtype=dtype, device="meta")
-
-    def first(self, shape: Sequence[int]) -> int:
-        """The number of its first element in a tensor of this shape, which may have two reals for each of its own."""
-        number = 0
-        for dim, length in enumerate(shape):
-            number = number * length + (self.begins[dim] if dim < len(self.begins) else 0)
-        return number
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Elements that some worker holds of a tensor which is put together."""
-
-    param: str
-    """The parameter's name."""
-    box: Box
-    offset: int
-    strides: tuple[int, ...]
-    is_ordered: bool
-    """Whether they lie row by row already."""
-    flat: Tensor
-
-    @staticmethod
-    def exchange(world: World | None, mine: "Sequence[Part]") -> "Sequence[Part]":
-        """The parts of all workers of `world`, where there is one; each of these calls this."""
-        if world is None:
-            return mine
-        said = [[p.param, p.box.begins, p.box.sizes, p.offset, p.strides, p.is_ordered] for p in mine]
-        told, flats = world.gather_json(said), world.gather_tensors([part.flat for part in mine])
-        return [
-            Part(param, Box(tuple(begins), tuple(sizes)), offset, tuple(strides), is_ordered, flat)
-            for theirs, of_worker in zip(told, flats, strict=True)
-            for (param, begins, sizes, offset, strides, is_ordered), flat in zip(theirs, of_worker, strict=True)
-        ]
-
-
-def together(param: Tensor, parts: Sequence[Part]) -> Tensor:
-    """A whole tensor like `param`, row by row, of all its parts."""
-    whole = torch.empty(_real_shape(param), dtype=parts[0].flat.dtype.to_real())
-    for box in dict.fromkeys(part.box for part in parts):
-        here = sorted((part for part in parts if part.box == box), key=lambda part: part.offset)
-        flat = torch.cat([_flat(part.flat) for part in here])
-        held = flat if here[0].is_ordered else _flat(view_like(flat, 0, box.laid(here[0].strides, param.dtype)))
-        place = whole[box.slices]
-        place.copy_(held.view(place.shape))
-    return whole.view(-1)
 
 
 class TrainingState:
@@ -210,21 +82,21 @@ class TrainingState:
         for held in self._held if self._is_split else self._dealt(self._held):
             for name, value in self._tensors(held):
                 if not _is_like(value, held.own):
-                    found.append(Piece.whole(name, _real(value)))
+                    found.append(Piece.whole(name, in_reals(value)))
                 elif held.is_scattered:
                     is_ordered = held.own.dim() == len(held.strides)
                     scattered[name] = Part(held.name, held.box, held.offset, held.strides, is_ordered, value)
                 else:
-                    found.append(Piece(name, held.shape, held.begin, _flat(value)))
+                    found.append(Piece(name, held.shape, held.begin, flattened(value)))
         found.extend(self._put_together(scattered))
         if self._writes:
-            found.extend(Piece.whole(MODEL + name, _real(buffer)) for name, buffer in self._dealt(self._buffers()))
+            found.extend(Piece.whole(MODEL + name, in_reals(buffer)) for name, buffer in self._dealt(self._buffers()))
         own = f"{self._holders.rank}/"
         if self._wire is not None:
             found.extend(Piece.whole(WIRE + own + name, value) for name, value in self._wire.state_dict().items())
         if self._strategy is not None:
             for name, value in self._dealt(list(self._strategy.common_tensors().items())):
-                found.append(Piece.whole(f"{STRATEGY}all/{name}", _real(value)))
+                found.append(Piece.whole(f"{STRATEGY}all/{name}", in_reals(value)))
             for name, value in self._strategy.own_tensors().items():
                 found.append(Piece.whole(STRATEGY + own + name, value))
         if self._writes:
@@ -287,7 +159,7 @@ class TrainingState:
             parts = Part.exchange(self._mesh, parts)
             if self._writes:
                 param = self._named[parts[0].param]
-                yield Piece(name, _real_shape(param), 0, together(param, parts))
+                yield Piece(name, real_shape(param), 0, together(param, parts))
 
     def _state_of(self, held: Held) -> dict[str, Any]:
         state: Mapping[Any, dict[str, Any]] = self._optimizer.state if self._optimizer is not None else {}
@@ -306,11 +178,11 @@ class TrainingState:
         held = [each for each in self._held if each.name == param and each.shape == shape]
         if any(each.is_scattered for each in held) or not self._is_split or param not in self._named:
             return 0, numel
-        if self._named[param].shape and not held and _real_shape(self._named[param]) == shape:
+        if self._named[param].shape and not held and real_shape(self._named[param]) == shape:
             return 0, 0  # Nothing of this parameter is this worker's.
         if not held:
             return 0, numel
-        return min(each.offset for each in held), max(each.offset + _flat(each.own).numel() for each in held)
+        return min(each.offset for each in held), max(each.offset + flattened(each.own).numel() for each in held)
 
     def restore(self, checkpoint: Checkpoint, scalars: Mapping[str, Mapping[str, Any]], groups: Sequence[Any]) -> None:
         """Set everything to what `checkpoint` has, which `check` has found to fit."""
@@ -381,7 +253,7 @@ class TrainingState:
 
     def check(self, checkpoint: Checkpoint, scalars: Mapping[str, Any], groups: Sequence[Any]) -> None:
         """Raise CheckpointError, before any change, unless `checkpoint` fits: it may come from elsewhere."""
-        checks.check_model(checkpoint, {n: _real_shape(value) for n, value in (*self._named.items(), *self._buffers())})
+        checks.check_model(checkpoint, {n: real_shape(value) for n, value in (*self._named.items(), *self._buffers())})
         checks.check_tensors(checkpoint, self._named)
         checks.check_settings(checkpoint, scalars, groups, self._named, self._optimizer)
         checks.check_random(checkpoint, list(self._random_states().values()), self._world.device)
@@ -393,21 +265,8 @@ def _with_prefix(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
 
 
 def _set(tensor: Tensor, stored: Tensor) -> None:
-    real = _real(tensor)
+    real = in_reals(tensor)
     real.copy_(stored.view(real.shape))
-
-
-def _real(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _real_shape(tensor: Tensor) -> tuple[int, ...]:
-    return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return _real(tensor).reshape(-1)
 
 
 def _shaped(value: Tensor, like: Tensor) -> Tensor:

@@ -13,13 +13,12 @@ from lockstep.data import batch as batches
 from lockstep.data import tree
 from lockstep.errors import UsageError
 from lockstep.events import Kind
-from lockstep.replica import agreement
+from lockstep.replica import agreement, clipping
 from lockstep.replica.autograd_hooks import PassEvents, Untraced, call_at_begin, drop_gradient
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.engine import Engine, StepShards, StrategyTensors
 from lockstep.replica.grad_weight import scale_grads
 from lockstep.replica.local_params import local_part
-from lockstep.replica.model_mesh import total_norm
 from lockstep.replica.optimizer import IdleOptimizers
 from lockstep.replica.precision import DDPPrecision, Precision, cast, reduce_in
 from lockstep.replica.reducer import Reducer
@@ -354,37 +353,16 @@ class DataParallel(nn.Module):
         also: wrapped models that count as parts of this one and are scaled with it: further stages on this worker.
         """
         engines = [self._engine, *(each._engine for each in also)]
-        self._require_all_stages(stages, engines)
+        here = [each._engine for each in self.world.replicas if isinstance(each, DataParallel)]
+        clipping.require_all_stages(engines, here, has_stages=stages is not None)
         if engines[0].split is None and engines[0].mesh is None and stages is None and not also:
             params = self.module.parameters()
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-        grads = [grad for engine in engines for grad in engine.counted_grads()]
-        worlds = engines[0].norm_worlds + ([join().within(stages)] if stages is not None else [])
-        total = total_norm(grads, float(norm_type), worlds, self.world.device, strict=error_if_nonfinite)
+        over = [join().within(stages)] if stages is not None else []
+        total = clipping.total_norm(engines, float(norm_type), over, strict=error_if_nonfinite)
         for engine in engines:
             nn.utils.clip_grads_with_norm_(engine.clipped, max_norm, total, foreach)
         return total
-
-    def _require_all_stages(self, stages: dist.DeviceMesh | None, engines: Sequence[Engine]) -> None:
-        """Raise UsageError where a norm would be that of a part of the model."""
-        if any(engine.is_stage for engine in engines) and stages is None:
-            raise UsageError(
-                "this model's gradients were sent by sync_gradients(), as those of a stage of a pipeline are, so they "
-                "are not all there are. Say over which dimension of the mesh the other stages lie: "
-                "model.clip_grad_norm_(..., stages=mesh['pp'])."
-            )
-        here = [each._engine for each in self.world.replicas if isinstance(each, DataParallel)]
-        if stages is not None and any(engine.is_stage and engine not in engines for engine in here):
-            raise UsageError(
-                "this worker has several stages of a pipeline, which have one norm. Clip them together: "
-                "first.clip_grad_norm_(..., stages=mesh['pp'], also=[second])."
-            )
-        places = [[world.peers.all for world in engine.norm_worlds] for engine in engines]
-        if any(place != places[0] for place in places):
-            raise UsageError(
-                "models that are clipped together must be split over the same workers: give all of them the same "
-                "device_mesh and all zero=0 or none of them, and cut all of them over the same mesh."
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of this worker's part included."""

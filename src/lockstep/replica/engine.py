@@ -105,7 +105,7 @@ class Engine:
         self._are_copies_unknown = True
         self.is_sent_by_call = False
         """Whether gradients were sent by a call and not by a pass, as those of a pipeline's stage are."""
-        self._device = next((param.device for param in self._params if not param.is_meta), world.device)
+        self.device = next((param.device for param in self._params if not param.is_meta), world.device)
         self.reducer: Reducer | None = None
         """What sends gradients, if anything does."""
         self.wire: WireReduction | None = None
@@ -121,7 +121,7 @@ class Engine:
         """What a strategy keeps with this replica."""
         if shards is not None:
             modules.close_gaps(self._params)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             allocator.keep_freed_memory()
         try:
             if self.mesh is not None and options.init_sync:
@@ -148,14 +148,14 @@ class Engine:
     def _assemble_alone(self, module: nn.Module, shards: StepShards | None) -> None:
         optimizer, precision = self._options.optimizer, self._options.precision
         if modules.has_meta(module):
-            modules.MetaParams(module, self._device, self._world.seed).make_rest()
+            modules.MetaParams(module, self.device, self._world.seed).make_rest()
         if precision is not None and optimizer is not None:
             self._masters = Masters(self._params, optimizer, precision)
         if shards is not None:
             shards.buffers.see()
 
     def _assemble(self, module: nn.Module, owners: Sequence[tuple[nn.Module, str]], shards: StepShards | None) -> None:
-        world, options, device, names, params = self._world, self._options, self._device, self._names, self._params
+        world, options, device, names, params = self._world, self._options, self.device, self._names, self._params
         assert world.group is not None
         own = shards.group if shards is not None else None
         group = own or world.own_groups.take(world.group, device, world.timeout, world.gather_json)
@@ -221,7 +221,7 @@ class Engine:
         taken = []
         for inner in (self._data.split, self._data.replicas):
             assert inner is not None and inner.group is not None
-            taken.append(inner.own_groups.take(inner.group, self._device, inner.timeout, inner.gather_json))
+            taken.append(inner.own_groups.take(inner.group, self.device, inner.timeout, inner.gather_json))
         return taken[0], HybridReduction(group, *taken)
 
     def _may_send_rows(self, shards: StepShards | None) -> bool:
@@ -231,15 +231,15 @@ class Engine:
         by block, since a table then comes and goes with its block.
         """
         is_plain = self._options.wire is None and shards is None and self._options.precision is None
-        return is_plain and self._device.type == "cpu" and not self.gathers
+        return is_plain and self.device.type == "cpu" and not self.gathers
 
     def _granularity(self, group: dist.ProcessGroup) -> Granularity:
         """The usual, or no more buckets than memory asks for where nothing can be hidden anyway."""
         cap_mb, wire, zero = self._options.bucket_cap_mb, self._options.wire, self._options.zero
-        is_shared = shares_memory(group, self._device)
+        is_shared = shares_memory(group, self.device)
         if is_shared and cap_mb is None and wire is None and are_all_computing(self._world):
             return UNCUT if zero < 2 else LATE
-        return granularity(self._world, self._device, cap_mb, wire=wire, zero=zero)
+        return granularity(self._world, self.device, cap_mb, wire=wire, zero=zero)
 
     # What the trainer, checkpoints and watchers need
 
@@ -256,12 +256,6 @@ class Engine:
             self._compare_copies()
         counted = [self.mesh is None or self.mesh.counts(param) for param in self._params]
         return [grad for index, grad in self._own_grads() if counted[index]]
-
-    @property
-    def norm_worlds(self) -> list[World]:
-        """The worlds over each of which what is counted here adds up to the whole model's."""
-        split = [self.split_world] if self.split is not None else []
-        return split + ([self.mesh.world] if self.mesh is not None else [])
 
     def _own_grads(self) -> list[tuple[int, Tensor]]:
         """What this worker has of the gradients, by the number of the parameter; all of a mesh ask at the same time."""

@@ -5,11 +5,10 @@ whole needs the others too: which values replicas start from, the norm of all gr
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -135,27 +134,3 @@ def all_reduce(value: Tensor, op: Any, world: World, doing: str) -> None:
     if world.size > 1:
         group = world.host_group if value.device.type == "cpu" else world.group
         finish(partial(dist.all_reduce, value, op, group=group, async_op=True), world, value.device, doing)
-
-
-def total_norm(
-    grads: Iterable[Tensor], norm_type: float, worlds: Sequence[World], device: torch.device, *, strict: bool
-) -> Tensor:
-    """The norm of gradients that lie on the workers of several worlds, each element once: this worker's first.
-
-    strict: raise where it is not finite.
-    """
-    held = list(grads)
-    doing = "computing the norm of the gradients"
-    mine = nn.utils.get_total_norm(held, norm_type) if held else torch.zeros((), device=device)
-    if math.isinf(norm_type):
-        for world in worlds:
-            all_reduce(mine, dist.ReduceOp.MAX, world, doing)
-        total = mine
-    else:
-        powers = mine.double().pow(norm_type)
-        for world in worlds:
-            all_reduce(powers, dist.ReduceOp.SUM, world, doing)
-        total = powers.pow(1 / norm_type).to(mine.dtype)
-    if strict and not torch.isfinite(total):
-        raise UsageError(f"the gradients' norm is {total.item()}; pass error_if_nonfinite=False to scale anyway.")
-    return total
