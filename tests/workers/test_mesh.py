@@ -128,6 +128,8 @@ MESHES = {
     "replicate x split x tp": ((2, 2, 2), ("replicate", "split", "tp"), ("replicate", "split")),
     "replicate x split": ((2, 2), ("replicate", "split"), ("replicate", "split")),
     "tp": ((1, 2), ("dp", "tp"), "dp"),
+    "replicate alone": ((3, 1), ("replicate", "split"), ("replicate", "split")),
+    "split alone": ((1, 3), ("replicate", "split"), ("replicate", "split")),
 }
 
 
@@ -380,17 +382,20 @@ def torchs_clipping(world):
     loss_of(model, x[half], y[half]).backward()
     placements = [(p.placements, p.grad.placements) for p in net.parameters()]
     theirs = nn.utils.clip_grad_norm_(net.parameters(), 1e9).full_tensor().item()
-    return theirs, model.clip_grad_norm_(1e9).item(), all(one == other for one, other in placements)
+    largest = model.clip_grad_norm_(1e9, float("inf")).item()
+    return theirs, model.clip_grad_norm_(1e9).item(), largest, all(one == other for one, other in placements)
 
 
 def test_torchs_clipping(pool):
     net = build()
     loss_of(net, *global_batch(0)).backward()
     expected = nn.utils.clip_grad_norm_(net.parameters(), 1e9).item()
-    for theirs, ours, are_placed in pool.run(4, torchs_clipping):
+    largest = nn.utils.clip_grad_norm_(net.parameters(), 1e9, float("inf")).item()
+    for theirs, ours, ours_largest, are_placed in pool.run(4, torchs_clipping):
         assert are_placed
         assert theirs == pytest.approx(expected, rel=1e-5)
         assert ours == pytest.approx(expected, rel=1e-5)
+        assert ours_largest == pytest.approx(largest, rel=1e-5)
 
 
 @pytest.mark.parametrize(

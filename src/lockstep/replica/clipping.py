@@ -23,15 +23,11 @@ def total_norm(engines: Sequence[Engine], norm_type: float, stages: Sequence[Wor
     mine = nn.utils.get_total_norm(held, norm_type) if held else torch.zeros((), device=device)
     doing = "computing the norm of the gradients"
     worlds = [*_worlds(engines[0]), *stages]
-    if math.isinf(norm_type):
-        for world in worlds:
-            all_reduce(mine, dist.ReduceOp.MAX, world, doing)
-        total = mine
-    else:
-        powers = mine.double().pow(norm_type)
-        for world in worlds:
-            all_reduce(powers, dist.ReduceOp.SUM, world, doing)
-        total = powers.pow(1 / norm_type).to(mine.dtype)
+    is_largest = math.isinf(norm_type)
+    shared = mine.double() if is_largest else mine.double().pow(norm_type)
+    for world in worlds:
+        all_reduce(shared, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, world, doing)
+    total = (shared if is_largest else shared.pow(1 / norm_type)).to(mine.dtype)
     if strict and not torch.isfinite(total):
         raise UsageError(f"the gradients' norm is {total.item()}; pass error_if_nonfinite=False to scale anyway.")
     return total

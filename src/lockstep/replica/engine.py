@@ -106,6 +106,7 @@ class Engine:
         self.is_sent_by_call = False
         """Whether gradients were sent by a call and not by a pass, as those of a pipeline's stage are."""
         self.device = next((param.device for param in self._params if not param.is_meta), world.device)
+        """Where the parameters are."""
         self.reducer: Reducer | None = None
         """What sends gradients, if anything does."""
         self.wire: WireReduction | None = None
@@ -156,9 +157,9 @@ class Engine:
 
     def _assemble(self, module: nn.Module, owners: Sequence[tuple[nn.Module, str]], shards: StepShards | None) -> None:
         world, options, device, names, params = self._world, self._options, self.device, self._names, self._params
-        assert world.group is not None
         own = shards.group if shards is not None else None
-        group = own or world.own_groups.take(world.group, device, world.timeout, world.gather_json)
+        group = own or self._own_group(world)
+        taken = [group]
         reduction: BucketReduction = FastReduction(group)
         if options.wire is not None:
             self.wire = reduction_by(options.wire, world, group, device)
@@ -167,11 +168,14 @@ class Engine:
             reduction = shards.reduction
         placement = Placement(reduction, memory_of(group, device), device)
         if options.zero:
-            split, part = self._data.split, group
-            if self._data.replicas is not None:
-                part, reduction = self._hybrid(group, reduction)
+            split, part, others = self._data.split, group, self._data.replicas
+            if others is not None:
+                part, among_others = self._own_group(split), self._own_group(others)
+                reduction = _hybrid(reduction, group, part, among_others)
+                taken += [part, among_others]
             self.split = placement = SplitPlacement(split, part, reduction, module, params, device, options, self.mesh)
-        world.own_groups.free_after(placement, group)
+        for each in taken:
+            world.own_groups.free_after(placement, each)
         if options.init_sync:
             agreement.start_equal(world, names, params, owners, with_buffers=options.starts_buffers_equal)
         kept = [owner for owner in owners if options.keeps_buffers_equal and not modules.is_equal_anyway(*owner)]
@@ -209,20 +213,10 @@ class Engine:
             allocator.trim()
         shared.buffers.see()
 
-    def _hybrid(
-        self, group: dist.ProcessGroup, reduction: BucketReduction
-    ) -> tuple[dist.ProcessGroup, BucketReduction]:
-        """Of HSDP: the group of the replica that is split, and what adds over it and over the others."""
-        if not isinstance(reduction, FastReduction):
-            raise UsageError(
-                "wire=... goes with a device_mesh of one dimension: over two, parts are reduced in two steps, and only "
-                "as they are. Leave out wire, or give mesh['dp']."
-            )
-        taken = []
-        for inner in (self._data.split, self._data.replicas):
-            assert inner is not None and inner.group is not None
-            taken.append(inner.own_groups.take(inner.group, self.device, inner.timeout, inner.gather_json))
-        return taken[0], HybridReduction(group, *taken)
+    def _own_group(self, world: World) -> dist.ProcessGroup:
+        """A group of these workers, for this model alone."""
+        assert world.group is not None
+        return world.own_groups.take(world.group, self.device, world.timeout, world.gather_json)
 
     def _may_send_rows(self, shards: StepShards | None) -> bool:
         """Whether embeddings may travel apart from buckets.
@@ -390,6 +384,18 @@ class Engine:
         for inner in (self._data.split, self._data.replicas, self.mesh.world if self.mesh is not None else None):
             if inner is not None and inner is not self._world:
                 inner.release()
+
+
+def _hybrid(
+    reduction: BucketReduction, group: dist.ProcessGroup, split: dist.ProcessGroup, replicas: dist.ProcessGroup
+) -> HybridReduction:
+    """What adds over those that split and over the others; UsageError where gradients do not travel as they are."""
+    if not isinstance(reduction, FastReduction):
+        raise UsageError(
+            "wire=... goes with a device_mesh of one dimension: over two, parts are reduced in two steps, and only as "
+            "they are. Leave out wire, or give mesh['dp']."
+        )
+    return HybridReduction(group, split, replicas)
 
 
 def _require_plain(options: WrapOptions, shards: StepShards | None) -> None:

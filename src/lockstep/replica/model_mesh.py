@@ -53,7 +53,8 @@ class ModelMesh:
             raise UsageError(
                 f"{first!r} is a DTensor on {mesh}, and worker {min(shared)} holds another part of it than worker "
                 f"{data.peers.me.rank}: their gradients cannot be averaged. Say over which dimension of the mesh the "
-                "data is parallel: DataParallel(net, device_mesh=mesh['dp'])."
+                "data is parallel: DataParallel(net, device_mesh=mesh['dp']). If torch's fully_shard made it, leave "
+                "that out: zero=3 splits parameters here."
             )
         return ModelMesh(data, mesh)
 
