@@ -375,12 +375,11 @@ class World(Membership):
             self.local_size,
             self.device,
             str(dist.get_backend(group)),
-            Peers(self.peers.me, members, self.peers.store, self.timeout, self.peers.secret),
+            Peers(self.peers.me, members, self.peers.store, self.timeout, self.peers.secret, self.peers.servers),
             group,
             groups.host_group(group, self.timeout),
             owns_group=False,
         )
-        place.peers.servers = self.peers.servers  # Whatever it waits for, others may need the same of it.
         inner = copy.copy(self)  # It shares the replicas, the batches, the listeners: all but the place.
         vars(inner).update(vars(place))
         inner.watcher = None
