@@ -445,7 +445,7 @@ def test_programs_of_the_docs(pool, tmp_path, number):
     pool.run(4, run_block, texts[number].partition("\n```")[0], str(tmp_path))
 
 
-def train_interleaved(world, zero):
+def train_interleaved(world, zero, kind):
     """Two stages on each worker: the layers go round."""
     from torch.distributed import pipelining
 
@@ -459,9 +459,7 @@ def train_interleaved(world, zero):
         options = {"optimizer": optimizers[-1], "zero": zero, "bucket_cap_mb": 0.001}
         models.append(lockstep.DataParallel(part, device_mesh=mesh["dp"], **options))
         stages.append(pipelining.PipelineStage(models[-1], number, 4, world.device, group=mesh["pp"].get_group()))
-    schedule = pipelining.ScheduleInterleaved1F1B(
-        stages, 2, lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
-    )
+    schedule = getattr(pipelining, kind)(stages, 2, lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))
     norms, said = [], []
     for step in range(0, 20, 4):
         x, y = (each[4 * models[0].world.rank :][:4].contiguous() for each in global_batch(step))
@@ -478,8 +476,14 @@ def train_interleaved(world, zero):
     return full_weights(models[0], models[0].module) | full_weights(models[1], models[1].module), norms
 
 
-@pytest.mark.parametrize("zero", some([2], range(4)))
-def test_interleaved_stages(pool, zero):
+@pytest.mark.parametrize(
+    ("zero", "kind"),
+    some(
+        [(2, "ScheduleInterleaved1F1B")],
+        itertools.product(range(4), ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"]),
+    ),
+)
+def test_interleaved_stages(pool, zero, kind):
     net = build(4)
     optimizer = optimizer_of(net)
     norms = []
@@ -489,7 +493,7 @@ def test_interleaved_stages(pool, zero):
         optimizer.step()
         optimizer.zero_grad()
     expected = dict(net.named_parameters())
-    for weights, got_norms in pool.run(4, train_interleaved, zero):
+    for weights, got_norms in pool.run(4, train_interleaved, zero, kind):
         assert got_norms == pytest.approx(norms, rel=1e-5)
         for name, value in weights.items():
             assert (value - expected[name]).abs().max() <= 1e-5, name
