@@ -6,7 +6,9 @@ for. `missing()` tells which names this torch lacks: a test runs it on the oldes
 """
 
 import functools
+import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -29,6 +31,9 @@ NAMES = (
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._set_pg_timeout",
     "torch.distributed.distributed_c10d._world",
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+    "torch.distributed.tensor.DTensor._local_tensor",
+    "torch.distributed.tensor.DTensor._spec",
     "torch.Tensor._make_wrapper_subclass",
 )
 """All that are used, from the module or class that has them."""
@@ -36,6 +41,7 @@ NAMES = (
 
 def missing() -> list[str]:
     """Those of NAMES that this torch has not."""
+    importlib.import_module("torch.distributed.tensor")  # Else loaded by those who use it: see `is_dtensor`.
     return [name for name in NAMES if _found(name) is None]
 
 
@@ -70,6 +76,47 @@ def wrapper_subclass(cls: type[Tensor], like: Tensor) -> Any:
     """A tensor of the subclass `cls` with shape, dtype and device of `like`, and no memory."""
     make = _needed("torch.Tensor._make_wrapper_subclass", "to stand for a gradient that is split (zero=1 to 3)")
     return make(cls, like.shape, dtype=like.dtype, device=like.device)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is one of torch's distributed tensors; no module of torch's is loaded to find out."""
+    kind = _found("torch.distributed.tensor.DTensor") if "torch.distributed.tensor" in sys.modules else None
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_tensor(dtensor: Any) -> Tensor:
+    """What this worker holds of a DTensor: the memory itself, which is there (a pending collective is waited for)."""
+    local = dtensor._local_tensor
+    if hasattr(local, "wait"):  # A collective's result that nobody has asked for.
+        local = dtensor._local_tensor = local.wait()
+    assert isinstance(local, Tensor)
+    return local
+
+
+def set_local_tensor(dtensor: Any, local: Tensor) -> None:
+    """Let a DTensor look at other memory: `local`, which may be of another dtype."""
+    if local.dtype != dtensor.dtype:
+        made = as_dtensor(local, dtensor)
+        torch.Tensor.data.__set__(dtensor, made)  # type: ignore[attr-defined]
+        dtensor._spec = made._spec
+    dtensor._local_tensor = local
+
+
+def as_dtensor(local: Tensor, like: Any) -> Any:
+    """A DTensor of the global shape and the placements of `like`, of which this worker holds `local`; no copy."""
+    kind = _needed("torch.distributed.tensor.DTensor", "for tensor parallelism")
+    if local.dtype == like.dtype:
+        return kind(local, like._spec, requires_grad=False)
+    with torch.no_grad():
+        return kind.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+def root_of(mesh: Any) -> Any:
+    """The mesh that `mesh` is a part of; itself where this torch does not tell."""
+    ask = getattr(mesh, "_get_root_mesh", None)
+    return mesh if ask is None else ask()
 
 
 def is_future(value: object) -> bool:

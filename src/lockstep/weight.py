@@ -29,6 +29,8 @@ class Weight:
     """The sum of `value` over all workers where it is known without asking: by sharded loaders. Else None."""
     counted: float | Tensor | None = None
     """What this worker adds to the sum that gradients are divided by, where that is not `value`."""
+    num_parts: int | None = None
+    """Between how many workers the batch was cut, where a sharded loader cut it."""
     doubt: str = ""
     """Why it cannot be told whether this is the weight, if so: a backward pass needs an explicit one then."""
 
@@ -200,7 +202,8 @@ class HandOuts:
         self.in_use = None
 
     def _alike(self, found: Sequence[HandOut]) -> bool:
-        return all(weigh_alike(each.weight, found[0].weight, self._size) for each in found[1:])
+        size = found[0].weight.num_parts or self._size if found else self._size
+        return all(weigh_alike(each.weight, found[0].weight, size) for each in found[1:])
 
     def _tagged(self, tensor: Tensor) -> HandOut | None:
         tagged: HandOut | None = self._by_tensor.get(tensor)
@@ -236,6 +239,10 @@ class Accumulation:
         self._count += 1
         self._sum = self._sum + weight
         return weight / self._reference, Weight(self._reference, counted=self._sum / self._count)
+
+    def pending(self) -> Weight | None:
+        """The weight of what was accumulated so far; None where `lockstep.backward` was given none."""
+        return Weight(self._reference, counted=self._sum / self._count) if self._count else None
 
     def end(self) -> Factor:
         """Forget them; returns what brings the accumulated gradients to their mean weight where nothing is reduced."""

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import environment, events, faults, limits, seeds
+from lockstep import environment, events, faults, limits, seeds, torch_private
 from lockstep.comm import group as groups
 from lockstep.comm.channel import MAC_BYTES, mac
 from lockstep.comm.generations import Generations
@@ -50,6 +50,7 @@ class Replica(Protocol):
 
     training: bool
     require_backward_grad_sync: bool
+    world: "World"
 
     def parameters(self) -> Iterable[Tensor]:
         """The parameters of the module."""
@@ -134,6 +135,8 @@ class World(Membership):
         """Whether the script gave `join` a seed: then models and loaders draw each worker's own numbers."""
         self.own_groups = groups.OwnGroups()
         """Groups of these workers, or of some, that carry one thing each."""
+        self._parts: dict[tuple[int, ...], World] = {}
+        """Worlds of some of these workers, by their ranks; see `among`."""
         self.events = events.Events()
         self.replicas = Replicas()
         self.hand_outs = HandOuts(self.size)
@@ -339,8 +342,36 @@ class World(Membership):
         if self.device.type == "cuda":
             self.wait(QueuedWork(self.device), doing)
 
-    def within(self, group: dist.ProcessGroup) -> "World":
-        """This worker's place in `group`, one of several groups that this world is cut into."""
+    def within(self, workers: "dist.ProcessGroup | dist.DeviceMesh") -> "World":
+        """This worker's place among those of a group, or of the dimensions of a mesh that data is parallel over.
+
+        With model parallelism it is this that counts batches and loaders: `world.within(mesh["dp"])`. Its rank, size,
+        sums and means are those of the workers with this one's part of the model. All workers of the whole mesh call
+        this.
+        """
+        if isinstance(workers, dist.ProcessGroup):
+            return self._in_group(workers)
+        if workers.get_coordinate() is None:
+            raise UsageError(f"worker {self.rank} is not in {workers}: give it a mesh that has a place for it.")
+        if torch_private.root_of(workers).size() == self.size:
+            # All parts of a model must draw and shuffle alike, and only here are they sure to be all together.
+            self.agree_on_seed()
+        return self.among(sorted(workers.mesh.flatten().tolist()), workers.get_group() if workers.ndim == 1 else None)
+
+    def among(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> "World":
+        """This worker's place among those with these ranks, all of which call this; they have `group`, if any yet."""
+        if self.group is None or list(ranks) == list(range(self.size)):
+            return self
+        if tuple(ranks) not in self._parts:
+            if group is None:
+                options: dict[str, Any] = {"timeout": self.timeout + groups.MARGIN, "use_local_synchronization": True}
+                opened = dist.new_group(list(ranks), **options)
+                assert isinstance(opened, dist.ProcessGroup)
+                group = opened
+            self._parts[tuple(ranks)] = self._in_group(group)
+        return self._parts[tuple(ranks)]
+
+    def _in_group(self, group: dist.ProcessGroup) -> "World":
         ranks = dist.get_process_group_ranks(group)
         is_all = self.group is not None and ranks == list(range(self.size))
         if is_all and dist.get_backend(group) == dist.get_backend(self.group):
@@ -353,7 +384,7 @@ class World(Membership):
             self.local_size,
             self.device,
             str(dist.get_backend(group)),
-            Peers(self.peers.me, members, self.peers.store, self.timeout, self.peers.secret),
+            Peers(self.peers.me, members, self.peers.store, self.timeout, self.peers.secret, self.peers.servers),
             group,
             groups.host_group(group, self.timeout),
             owns_group=False,
@@ -375,6 +406,7 @@ class World(Membership):
         self.on_leave.clear()
         self.group = self.host_group = None
         self.own_groups.clear()
+        self._parts.clear()
         groups.end_groups(are_broken=True)
         vars(self).update(vars(open_place(self.generations)))
         self.hand_outs = HandOuts(self.size)
@@ -413,6 +445,10 @@ class World(Membership):
         """Let go of the groups."""
         self.group = self.host_group = None
         self.own_groups.clear()
+        for part in self._parts.values():
+            part.group = part.host_group = None
+            part.has_left = True
+        self._parts.clear()
         self.has_left = True
 
     def __enter__(self) -> "World":

@@ -12,7 +12,15 @@ from pathlib import Path
 
 DEADLINE_S = 40
 # An optimizer imports torch._dynamo when it is made, which takes every process longer than importing torch did.
-PRELOADED = ["numpy", "torch", "torch._dynamo", "lockstep", "lockstep.train.trainer", "lockstep.watching.hangs"]
+PRELOADED = [
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor.parallel",
+    "lockstep",
+    "lockstep.train.trainer",
+    "lockstep.watching.hangs",
+]
 
 
 def fork_context() -> multiprocessing.context.ForkServerContext:

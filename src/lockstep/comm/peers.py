@@ -200,6 +200,7 @@ class Peers:
         store: dist.Store | None,
         timeout: timedelta,
         secret: bytes | None = None,
+        servers: "weakref.WeakSet[Server] | None" = None,
     ) -> None:
         self.me = me
         self.all = peers
@@ -214,8 +215,8 @@ class Peers:
         """Set once a peer was found missing: the groups of this world cannot be relied on any more."""
         self.waits: tuple[Doing, float] | None = None
         """What this worker waits in now, and since when (monotonic clock): for whoever watches from another thread."""
-        self.servers: weakref.WeakSet[Server] = weakref.WeakSet()
-        """What others may need of this worker while it waits; the thread that waits asks them."""
+        self.servers: weakref.WeakSet[Server] = weakref.WeakSet() if servers is None else servers
+        """What others may need of this worker while it waits, for whatever; the thread that waits asks them."""
         self.witness: Callable[[], str] | None = None
         """Tells what is known of those who are missing, where this worker is watched; added to the error."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
 from lockstep import limits
@@ -23,7 +24,13 @@ Device = torch.device | str | int | bool | None
 Item = TypeVar("Item")
 
 
-def shard(loader: DataLoader[Any], *, world: World | None = None, device: Device = None) -> "ShardedLoader":
+def shard(
+    loader: DataLoader[Any],
+    *,
+    world: World | None = None,
+    device: Device = None,
+    device_mesh: dist.DeviceMesh | None = None,
+) -> "ShardedLoader":
     """This worker's part of every batch of `loader`, whose `batch_size` is from now on the global batch.
 
     Every sample of a global batch is in exactly one worker's part: nothing is padded, repeated or left out.
@@ -34,12 +41,18 @@ def shard(loader: DataLoader[Any], *, world: World | None = None, device: Device
     world: the workers to share with; `lockstep.join()` if not given.
     device: where batches are moved to, if not given `world.device`. To a GPU they travel beside the host, from pinned
         memory. False leaves them in host memory.
+    device_mesh: the dimensions of a mesh that data is parallel over, as DataParallel is given them: workers that hold
+        parts of one model get the same samples. The same as `world=world.within(mesh["dp"])`.
 
     Called on every worker, which exchange a few numbers here and nothing while the loader is read. Raises UsageError
     for what is not a plain DataLoader, and for samplers that cut by themselves.
     """
     _check(loader)
+    if world is not None and device_mesh is not None:
+        raise UsageError("shard() takes world or device_mesh, not both.")
     shared_with = world if world is not None else join()
+    if device_mesh is not None:
+        shared_with = shared_with.within(device_mesh)
     _require_same_data(loader.dataset, shared_with)
     return ShardedLoader(loader, shared_with, _device(device, shared_with))
 
@@ -151,7 +164,7 @@ class ShardedLoader:
             for part in self._world.events.loading(parts):
                 batch = self._move(part.batch)
                 tensors = [leaf for leaf in tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
-                walk.hand_out(weight := Weight(part.size, part.total), tensors)
+                walk.hand_out(weight := Weight(part.size, part.total, num_parts=self._place.size), tensors)
                 self._num_samples = part.size
                 self._num_given += 1
                 if weight.is_stand_in:

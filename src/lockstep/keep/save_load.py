@@ -178,7 +178,7 @@ def _next_step(folder: Path, world: World) -> int:
 
 
 def _world(model: nn.Module) -> World:
-    return model.world if isinstance(model, DataParallel) else join()
+    return model._engine.holders if isinstance(model, DataParallel) else join()
 
 
 def whole_state(model: DataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -13,10 +13,8 @@ together before they are written, and it is read whole.
 """
 
 import math
-import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,56 +24,14 @@ from lockstep.errors import UsageError
 from lockstep.keep import checks
 from lockstep.keep.checkpoint import Checkpoint
 from lockstep.keep.checks import MODEL, OPTIMIZER, RANDOM, STRATEGY, WIRE
+from lockstep.keep.held import Held, Part, flattened, in_reals, real_shape, together
 from lockstep.keep.pieces import Piece
 from lockstep.replica.data_parallel import DataParallel
-from lockstep.replica.layout import in_memory_order, view_like
+from lockstep.replica.local_params import local_part
 from lockstep.seeds import Generators
+from lockstep.torch_private import as_dtensor, is_dtensor
 from lockstep.wire.error_feedback import shared_out
 from lockstep.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What this worker holds of one parameter: elements from `offset` on."""
-
-    name: str
-    whole: nn.Parameter
-    """The parameter itself, for its shape."""
-    own: Tensor
-    """What the optimizer works on: the parameter, or a fragment of it."""
-    offset: int
-    strides: tuple[int, ...]
-    """How the parameter lies in memory; what it shows now may be a stand-in (zero=3)."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the parameter, in real numbers."""
-        return _real_shape(self.whole)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this worker speaks for the parameter where something exists once."""
-        return self.offset == 0
-
-    @property
-    def is_scattered(self) -> bool:
-        """Whether the elements of a fragment do not follow one another row by row."""
-        return self.own.dim() < len(self.strides) and not self._like().is_contiguous()
-
-    def together(self, flat: Tensor) -> Tensor:
-        """All elements, which lie in `flat` as in memory, row by row."""
-        return _flat(view_like(flat, 0, self._like()))
-
-    def stored(self, checkpoint: Checkpoint, name: str) -> Tensor:
-        """What `checkpoint` has under `name` for what this worker holds, flat."""
-        if not self.is_scattered:
-            return checkpoint.read(name, self.offset, self.offset + _flat(self.own).numel())
-        whole = checkpoint.read_whole(name)
-        shaped = torch.view_as_complex(whole) if self.whole.is_complex() else whole
-        return in_memory_order(shaped, self.strides)[self.offset : self.offset + self.own.numel()]
-
-    def _like(self) -> Tensor:
-        return torch.empty_strided(self.whole.shape, self.strides, dtype=self.whole.dtype, device="meta")
 
 
 class TrainingState:
@@ -91,42 +47,60 @@ class TrainingState:
         self._numbers = numbers if isinstance(numbers, Generators) else None
         parts = replica._engine.parts if replica is not None else None
         self._optimizer = optimizer
-        self._world = world
+        self._world = replica.world if replica is not None else world
+        """The workers that each have one replica, or a part of it that no other has."""
+        self._holders = world
+        """All that hold a part of the model."""
+        engine = replica._engine if replica is not None else None
+        self._mesh = engine.mesh.world if engine is not None and engine.mesh is not None else None
+        """Those that together hold one replica, in parts that optimizer and buckets take for whole."""
+        self._split = engine.split_world if engine is not None and parts is not None else None
+        """Those over which what the optimizer has is split."""
+        self._is_copy = engine is not None and engine.is_copy
+        """Whether others, that speak for it, have all of what this worker has."""
+        self._writes = self._mesh is None or self._mesh.rank == 0
+        """Whether this worker writes what all workers of a mesh have."""
+        speaks: Callable[[Tensor], bool] = engine.speaks_for if engine is not None else lambda _: True
         self._named = dict(self._module.named_parameters())
         self._is_split = parts is not None
         names = {id(param): name for name, param in self._named.items()}
-        self._held = (
-            [Held(names[id(part.param)], part.param, part.own, part.offset, part.strides) for part in parts]
+        held: list[tuple[nn.Parameter, Tensor, int, tuple[int, ...]]] = (
+            [(part.param, part.own, part.offset, part.strides) for part in parts]
             if parts is not None
-            else [Held(name, param, param, 0, param.stride()) for name, param in self._named.items()]
+            else [(param, param, 0, local_part(param).stride()) for param in self._named.values()]
         )
+        self._held = [
+            Held(names[id(whole)], whole, key, offset, strides, speaks(whole)) for whole, key, offset, strides in held
+        ]
 
     # Writing
 
     def pieces(self) -> list[Piece]:
         """What this worker writes; every worker calls this."""
         found: list[Piece] = []
-        scattered: dict[str, tuple[Held, Tensor]] = {}
+        scattered: dict[str, Part] = {}
         for held in self._held if self._is_split else self._dealt(self._held):
             for name, value in self._tensors(held):
                 if not _is_like(value, held.own):
-                    found.append(Piece.whole(name, _real(value)))
+                    found.append(Piece.whole(name, in_reals(value)))
                 elif held.is_scattered:
-                    scattered[name] = held, value
+                    is_ordered = held.own.dim() == len(held.strides)
+                    scattered[name] = Part(held.name, held.box, held.offset, held.strides, is_ordered, value)
                 else:
-                    found.append(Piece(name, held.shape, held.offset, _flat(value)))
-        if self._is_split:
-            found.extend(self._put_together(scattered))
-        found.extend(Piece.whole(MODEL + name, _real(buffer)) for name, buffer in self._dealt(self._buffers()))
-        own = f"{self._world.rank}/"
+                    found.append(Piece(name, held.shape, held.begin, flattened(value)))
+        found.extend(self._put_together(scattered))
+        if self._writes:
+            found.extend(Piece.whole(MODEL + name, in_reals(buffer)) for name, buffer in self._dealt(self._buffers()))
+        own = f"{self._holders.rank}/"
         if self._wire is not None:
             found.extend(Piece.whole(WIRE + own + name, value) for name, value in self._wire.state_dict().items())
         if self._strategy is not None:
             for name, value in self._dealt(list(self._strategy.common_tensors().items())):
-                found.append(Piece.whole(f"{STRATEGY}all/{name}", _real(value)))
+                found.append(Piece.whole(f"{STRATEGY}all/{name}", in_reals(value)))
             for name, value in self._strategy.own_tensors().items():
                 found.append(Piece.whole(STRATEGY + own + name, value))
-        found.extend(Piece.whole(name, state) for name, state in self._random_states().items())
+        if self._writes:
+            found.extend(Piece.whole(name, state) for name, state in self._random_states().items())
         return found
 
     def optimizer_values(self) -> dict[str, Any]:
@@ -141,7 +115,7 @@ class TrainingState:
             if plain and held.is_first:
                 own[held.name] = {key: _as_json(key, value) for key, value in plain.items()}
         scalars: dict[str, Any] = {}
-        for theirs in self._world.gather_json(own):
+        for theirs in self._holders.gather_json(own):
             scalars |= theirs
         settings = [{k: _as_json(k, v) for k, v in group.items() if k != "params"} for group in groups]
         return {"groups": settings, "scalars": scalars}
@@ -152,29 +126,48 @@ class TrainingState:
 
     def _tensors(self, held: Held) -> Iterator[tuple[str, Tensor]]:
         """What this worker has of a parameter, and of its state, by name; what exists once, where it is to speak."""
+        if not held.speaks:
+            return
         yield MODEL + held.name, held.own
         for key, value in self._state_of(held).items():
-            if isinstance(value, Tensor) and (_is_like(value, held.own) or held.is_first):
-                yield f"{OPTIMIZER}{held.name}/{key}", value
+            if not isinstance(value, Tensor):
+                continue
+            mine = local_part(value)
+            if is_dtensor(value) and not _is_like(mine, held.own):
+                raise UsageError(
+                    f"the optimizer's {key!r} of {held.name!r} is a DTensor of another shape than the parameter's, "
+                    "which cannot be cut for another mesh. Save with an optimizer that works element by element."
+                )
+            if _is_like(mine, held.own) or held.is_first:
+                yield f"{OPTIMIZER}{held.name}/{key}", mine
 
-    def _put_together(self, scattered: Mapping[str, tuple[Held, Tensor]]) -> Iterator[Piece]:
-        """Whole tensors, each on the worker that has its first element; one at a time, so that memory suffices."""
-        for name in sorted(set().union(*self._world.gather_json(list(scattered)))):
-            held, value = scattered.get(name, (None, None))
-            offsets = self._world.gather_json(held.offset if held is not None else None)
-            parts = self._world.gather_tensors([value] if value is not None else [])
-            if held is not None and held.is_first:
-                everyone = [(offset, part) for offset, own in zip(offsets, parts, strict=True) for part in own]
-                flat = torch.cat([part for _, part in sorted(everyone, key=operator.itemgetter(0))])
-                yield Piece(name, held.shape, 0, held.together(flat))
+    def _put_together(self, scattered: Mapping[str, Part]) -> Iterator[Piece]:
+        """Whole tensors of the parts of all workers, one at a time, so that memory suffices.
+
+        Of what is split, those who split it exchange theirs; then, of each tensor, one row of workers of the mesh does.
+        """
+        asked = self._holders if self._is_split else self._mesh
+        names = sorted(set().union(*asked.gather_json(list(scattered)))) if asked is not None else ()
+        if self._is_copy:
+            return
+        for number, name in enumerate(names):
+            parts: Sequence[Part] = [scattered[name]] if name in scattered else []
+            if self._split is not None:
+                parts = Part.exchange(self._split, parts)
+                if self._split.rank != number % self._split.size:
+                    continue
+            parts = Part.exchange(self._mesh, parts)
+            if self._writes:
+                param = self._named[parts[0].param]
+                yield Piece(name, real_shape(param), 0, together(param, parts))
 
     def _state_of(self, held: Held) -> dict[str, Any]:
         state: Mapping[Any, dict[str, Any]] = self._optimizer.state if self._optimizer is not None else {}
-        return state.get(held.own, {})
+        return state.get(held.key, {})
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
         saved = set(self._module.state_dict(keep_vars=True))
-        return [(name, buffer) for name, buffer in self._module.named_buffers() if name in saved]
+        return [(name, local_part(buffer)) for name, buffer in self._module.named_buffers() if name in saved]
 
     # Reading
 
@@ -185,11 +178,11 @@ class TrainingState:
         held = [each for each in self._held if each.name == param and each.shape == shape]
         if any(each.is_scattered for each in held) or not self._is_split or param not in self._named:
             return 0, numel
-        if self._named[param].shape and not held and _real_shape(self._named[param]) == shape:
+        if self._named[param].shape and not held and real_shape(self._named[param]) == shape:
             return 0, 0  # Nothing of this parameter is this worker's.
         if not held:
             return 0, numel
-        return min(each.offset for each in held), max(each.offset + _flat(each.own).numel() for each in held)
+        return min(each.offset for each in held), max(each.offset + flattened(each.own).numel() for each in held)
 
     def restore(self, checkpoint: Checkpoint, scalars: Mapping[str, Mapping[str, Any]], groups: Sequence[Any]) -> None:
         """Set everything to what `checkpoint` has, which `check` has found to fit."""
@@ -206,16 +199,17 @@ class TrainingState:
         if self._wire is not None:
             owners = self._owners(checkpoint, WIRE)
             everyone = (_with_prefix(checkpoint, f"{WIRE}{owner}/") for owner in sorted(owners))
-            self._wire.load_state_dict(self._own(checkpoint, WIRE) or shared_out(everyone, self._world.size))
+            own = self._own(checkpoint, WIRE, self._holders)
+            self._wire.load_state_dict(own or shared_out(everyone, self._holders.size))
         if self._strategy is not None:
             self._strategy.load_common_tensors(_with_prefix(checkpoint, f"{STRATEGY}all/"))
-            self._strategy.load_own_tensors(self._own(checkpoint, STRATEGY))
+            self._strategy.load_own_tensors(self._own(checkpoint, STRATEGY, self._holders))
         if self._numbers is not None:
             self._restore_random(self._numbers, checkpoint)
 
     def _restore_random(self, numbers: Generators, checkpoint: Checkpoint) -> None:
         """Let the model's numbers go on; where they were not saved for so many workers, they stay where they are."""
-        stored = self._own(checkpoint, RANDOM)
+        stored = self._own(checkpoint, RANDOM, self._world)
         numbers.states = [stored.get(name.rpartition("/")[2], state) for name, state in self._random_states().items()]
         if not stored and checkpoint.world_size == self._world.size and self._world.rank == 0:
             warnings.warn(
@@ -234,31 +228,32 @@ class TrainingState:
     ) -> None:
         prefix = f"{OPTIMIZER}{held.name}/"
         state: dict[str, Any] = dict(scalars)
-        group = next((g for g in optimizer.param_groups if any(p is held.own for p in g["params"])), {})
+        group = next((g for g in optimizer.param_groups if any(p is held.key for p in g["params"])), {})
         for name in [name for name in checkpoint.tensors if name.startswith(prefix)]:
             key = name.removeprefix(prefix)
             on_device = key != "step" or group.get("capturable") or group.get("fused")
             device = held.own.device if on_device else torch.device("cpu")
             if tuple(checkpoint.tensors[name].shape) == held.shape and held.shape != ():
-                state[key] = _shaped(held.stored(checkpoint, name), held.own).to(device)
+                mine = _shaped(held.stored(checkpoint, name), held.own).to(device)
+                state[key] = as_dtensor(mine, held.key) if is_dtensor(held.key) else mine
             else:
                 state[key] = checkpoint.read_whole(name).to(device)
         if state:
-            optimizer.state[held.own] = state
+            optimizer.state[held.key] = state
         else:
-            optimizer.state.pop(held.own, None)
+            optimizer.state.pop(held.key, None)
 
-    def _own(self, checkpoint: Checkpoint, room: str) -> dict[str, Tensor]:
+    def _own(self, checkpoint: Checkpoint, room: str, world: World) -> dict[str, Tensor]:
         """What this worker kept of its own; nothing on another number of workers, and what waited there is lost."""
-        is_same = len(self._owners(checkpoint, room)) == self._world.size
-        return _with_prefix(checkpoint, f"{room}{self._world.rank}/") if is_same else {}
+        is_same = len(self._owners(checkpoint, room)) == world.size
+        return _with_prefix(checkpoint, f"{room}{world.rank}/") if is_same else {}
 
     def _owners(self, checkpoint: Checkpoint, room: str) -> set[str]:
         return {name.split("/")[1] for name in checkpoint.tensors if name.startswith(room)} - {"all"}
 
     def check(self, checkpoint: Checkpoint, scalars: Mapping[str, Any], groups: Sequence[Any]) -> None:
         """Raise CheckpointError, before any change, unless `checkpoint` fits: it may come from elsewhere."""
-        checks.check_model(checkpoint, {n: _real_shape(value) for n, value in (*self._named.items(), *self._buffers())})
+        checks.check_model(checkpoint, {n: real_shape(value) for n, value in (*self._named.items(), *self._buffers())})
         checks.check_tensors(checkpoint, self._named)
         checks.check_settings(checkpoint, scalars, groups, self._named, self._optimizer)
         checks.check_random(checkpoint, list(self._random_states().values()), self._world.device)
@@ -270,21 +265,8 @@ def _with_prefix(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
 
 
 def _set(tensor: Tensor, stored: Tensor) -> None:
-    real = _real(tensor)
+    real = in_reals(tensor)
     real.copy_(stored.view(real.shape))
-
-
-def _real(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _real_shape(tensor: Tensor) -> tuple[int, ...]:
-    return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return _real(tensor).reshape(-1)
 
 
 def _shaped(value: Tensor, like: Tensor) -> Tensor:

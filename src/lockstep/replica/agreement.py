@@ -19,6 +19,7 @@ from lockstep.errors import ModelMismatch
 from lockstep.replica.collectives import finish
 from lockstep.replica.fingerprint import fingerprints
 from lockstep.replica.layout import memory_order, strides_of
+from lockstep.replica.local_params import local_part
 from lockstep.world import World
 
 MESSAGE_BYTES = 64 << 20
@@ -85,7 +86,8 @@ def start_equal(
     buffers = [owner._buffers[name] for owner, name in owners] if with_buffers else []
     named = list(zip(names, params, strict=True))
     require_same(world, describe(named), "parameter")
-    known = [(name, buffer) for (_, name), buffer in zip(owners, buffers, strict=False) if buffer is not None]
+    pairs = zip(owners, buffers, strict=False)
+    known = [(name, local_part(buffer)) for (_, name), buffer in pairs if buffer is not None]
     require_same(world, describe(known), "buffer")
     there = [(name, tensor) for name, tensor in (*named, *known) if not tensor.is_meta]
     warn_of_differences(world, there)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.replica.agreement import broadcast
+from lockstep.replica.local_params import local_part
 from lockstep.world import World
 
 
@@ -50,7 +51,7 @@ class Buffers:
         owner, name = self.owners[number]
         buffer = owner._buffers[name]
         assert buffer is not None
-        return buffer
+        return local_part(buffer)
 
 
 class _Seen:

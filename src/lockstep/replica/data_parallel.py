@@ -13,18 +13,21 @@ from lockstep.data import batch as batches
 from lockstep.data import tree
 from lockstep.errors import UsageError
 from lockstep.events import Kind
-from lockstep.replica import agreement
+from lockstep.replica import agreement, clipping
 from lockstep.replica.autograd_hooks import PassEvents, Untraced, call_at_begin, drop_gradient
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.engine import Engine, StepShards, StrategyTensors
+from lockstep.replica.grad_weight import scale_grads
+from lockstep.replica.local_params import local_part
 from lockstep.replica.optimizer import IdleOptimizers
 from lockstep.replica.precision import DDPPrecision, Precision, cast, reduce_in
 from lockstep.replica.reducer import Reducer
 from lockstep.replica.step_state import JoinMode
-from lockstep.replica.wrapping import WrapOptions, input_device, world_of
-from lockstep.weight import Weight
+from lockstep.replica.wrapping import WrapOptions, data_worlds, input_device
+from lockstep.weight import Weight, checked
 from lockstep.wire import Auto, Wire
 from lockstep.wire.reduction import WireReduction
+from lockstep.world import join
 
 
 class DataParallel(nn.Module):
@@ -42,7 +45,8 @@ class DataParallel(nn.Module):
     device_ids: a list of one device; inputs are moved there.
     broadcast_buffers, forward_sync_buffers: False leaves buffers alone between the steps.
     init_sync: False leaves the first weights and buffers as they are.
-    process_group, device_mesh: reduce over these workers instead of all.
+    process_group, device_mesh: reduce over these workers instead of all. A mesh of two dimensions: zero splits over the
+        second, and replicates over the first. Parameters may be DTensors on other dimensions: see docs/mesh.md.
     bucket_cap_mb: the size of a bucket; if not given 25, and on GPUs growing to 100. `bucket_cap_mb_list`: its last
         entry counts.
     mixed_precision: torch's own experiment, as there; `torch.autocast` is the better tool.
@@ -129,11 +133,13 @@ class DataParallel(nn.Module):
         self.module = module
         self._ddp_precision = DDPPrecision(mixed_precision, module) if mixed_precision is not None else None
         self._compute_dtype = precision.params if precision is not None else None
-        self.world = world_of(process_group, device_mesh)
+        data = data_worlds(process_group, device_mesh)
+        self.world = data.all
+        """The workers that train on different data: its rank, sums and means are for loaders and losses."""
         self.world.agree_on_seed()
         self.require_backward_grad_sync = True
         self._input_device = input_device(device_ids)
-        self._engine = self._engine_class(self.world, module, options, shards)
+        self._engine = self._engine_class(data, module, options, shards)
         """All that is behind; the trainer, checkpoints and watchers reach it by this, and users need none of it."""
         reduce_dtype = self._ddp_precision.reduce_dtype if self._ddp_precision is not None else None
         reducer = self._engine.reducer
@@ -187,7 +193,15 @@ class DataParallel(nn.Module):
             self.world.hand_outs.find_none()
             return None
         tensors = [leaf for leaf in tree.leaves((inputs, kwargs)) if isinstance(leaf, Tensor)]
-        return self.world.hand_outs.find(tensors, trains=torch.is_grad_enabled())
+        weight = self.world.hand_outs.find(tensors, trains=torch.is_grad_enabled())
+        if weight is not None and weight.num_parts not in (None, self.world.size) and torch.is_grad_enabled():
+            raise UsageError(
+                f"the batch was cut between {weight.num_parts} workers, and the gradients of this model are added over "
+                f"{self.world.size}: samples would be lost, or differ between workers that hold parts of one model. "
+                "Shard the loader over the same workers: lockstep.shard(loader, device_mesh=mesh['dp']), with the "
+                "device_mesh that DataParallel was given, or lockstep.shard(loader, world=model.world)."
+            )
+        return weight
 
     def release(self) -> None:
         """Let go of everything that belongs to the world; called when it is left."""
@@ -203,6 +217,25 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def sync_gradients(self, weight: float | Tensor | None = None) -> None:
+        """Send what was accumulated under `no_sync`, without a backward pass of its own; every worker calls this.
+
+        For loops that belong to somebody else and make many backward passes a step, as the schedules of
+        torch.distributed.pipelining: run those under `no_sync`, then call this, then step. What is sent is
+        `param.grad`, whoever made it.
+
+        weight: what this worker's losses were averaged over; if not given, what the sharded loader cut counts, else all
+            workers the same.
+        """
+        self._engine.is_sent_by_call = True
+        window, reducer = self.world.accumulation, self._engine.reducer
+        given = Weight(checked(weight, "model.sync_gradients")) if weight is not None else window.pending()
+        if reducer is not None:
+            reducer.send_accumulated(given)
+        factor = window.end()
+        if reducer is None:
+            scale_grads(factor, self.module.parameters())
 
     @property
     def companion(self) -> StrategyTensors | None:
@@ -286,7 +319,7 @@ class DataParallel(nn.Module):
                     raise UsageError(f"worker {self.world.rank} ran out of batches before the others.")
             steps = self.world.gather_json(own_steps)
             if len(set(steps)) > 1:
-                state = [*self.module.parameters(), *self.module.buffers()]
+                state = [local_part(each) for each in (*self.module.parameters(), *self.module.buffers())]
                 with torch.no_grad():
                     agreement.broadcast(state, self.world, steps.index(max(steps)), reducer.group)
 
@@ -313,14 +346,27 @@ class DataParallel(nn.Module):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
+        *,
+        stages: dist.DeviceMesh | None = None,
+        also: Sequence["DataParallel"] = (),
     ) -> Tensor:
-        """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the old norm."""
-        split = self._engine.split
-        if split is None:
+        """Scale the gradients so that their norm over the whole model is at most `max_norm`; returns the old norm.
+
+        What workers hold in parts is counted once: parts of split gradients, of DTensors, and of a pipeline.
+
+        stages: the dimension of a mesh over which a pipeline is cut, whose workers must all call this.
+        also: wrapped models that count as parts of this one and are scaled with it: further stages on this worker.
+        """
+        engines = [self._engine, *(each._engine for each in also)]
+        here = [each._engine for each in self.world.replicas if isinstance(each, DataParallel)]
+        clipping.require_all_stages(engines, here, has_stages=stages is not None)
+        if engines[0].split is None and engines[0].mesh is None and stages is None and not also:
             params = self.module.parameters()
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-        total = split.total_norm(float(norm_type), error_if_nonfinite)
-        nn.utils.clip_grads_with_norm_(split.owned_params(), max_norm, total, foreach)
+        over = [join().within(stages)] if stages is not None else []
+        total = clipping.total_norm(engines, float(norm_type), over, strict=error_if_nonfinite)
+        for engine in engines:
+            nn.utils.clip_grads_with_norm_(engine.clipped, max_norm, total, foreach)
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:

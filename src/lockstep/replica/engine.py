@@ -11,6 +11,7 @@ Every worker assembles the same, in the same order, since the parts talk to thei
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,19 +21,30 @@ from torch import Tensor, nn
 
 from lockstep.comm.group import shares_memory
 from lockstep.comm.memory import memory_of
+from lockstep.errors import UsageError
 from lockstep.replica import agreement, allocator, layout, modules
+from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.bucket import Buckets
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.embedding_rows import RowsReducer, find_tables
 from lockstep.replica.layout import LATE, UNCUT, Granularity
+from lockstep.replica.model_mesh import ModelMesh, all_reduce
 from lockstep.replica.optimizer import SplitOptimizer
 from lockstep.replica.params import Owned
 from lockstep.replica.placement import Placement, SplitPlacement
 from lockstep.replica.precision import Masters
 from lockstep.replica.reducer import Reducer, SharedState
-from lockstep.replica.reduction import BucketReduction, CodedReduction, FastReduction, Partials, TreeReduction
+from lockstep.replica.reduction import (
+    BucketReduction,
+    CodedReduction,
+    FastReduction,
+    HybridReduction,
+    Partials,
+    TreeReduction,
+)
 from lockstep.replica.step_state import tail_numel
-from lockstep.replica.wrapping import WrapOptions
+from lockstep.replica.wrapping import DataWorlds, WrapOptions
+from lockstep.wire import Half
 from lockstep.wire.auto import reduction_by
 from lockstep.wire.reduction import WireReduction
 from lockstep.world import World
@@ -80,10 +92,21 @@ class Engine:
     `reducer`, `split` and the rest are None where there is nothing for them to do.
     """
 
-    def __init__(self, world: World, module: nn.Module, options: WrapOptions, shards: StepShards | None) -> None:
-        self._world, self._options = world, options
+    def __init__(self, data: DataWorlds, module: nn.Module, options: WrapOptions, shards: StepShards | None) -> None:
+        self._data, self._world, self._options = data, data.all, options
+        world = data.all
         self._names, self._params, owners = modules.contents(module)
-        self._device = next((param.device for param in self._params if not param.is_meta), world.device)
+        self.mesh = ModelMesh.find(world, self._names, self._params)
+        """The workers that hold the other parts of the model, where its parameters are DTensors."""
+        if self.mesh is not None:
+            _require_plain(options, shards)
+        if data.num_in_mesh > world.size:
+            _require_own_statistics(module)
+        self._are_copies_unknown = True
+        self.is_sent_by_call = False
+        """Whether gradients were sent by a call and not by a pass, as those of a pipeline's stage are."""
+        self.device = next((param.device for param in self._params if not param.is_meta), world.device)
+        """Where the parameters are."""
         self.reducer: Reducer | None = None
         """What sends gradients, if anything does."""
         self.wire: WireReduction | None = None
@@ -99,9 +122,11 @@ class Engine:
         """What a strategy keeps with this replica."""
         if shards is not None:
             modules.close_gaps(self._params)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             allocator.keep_freed_memory()
         try:
+            if self.mesh is not None and options.init_sync:
+                self.mesh.start_equal(self._names, self._params, owners)
             if world.size == 1:
                 self._assemble_alone(module, shards)
             elif options.reduces:
@@ -124,17 +149,17 @@ class Engine:
     def _assemble_alone(self, module: nn.Module, shards: StepShards | None) -> None:
         optimizer, precision = self._options.optimizer, self._options.precision
         if modules.has_meta(module):
-            modules.MetaParams(module, self._device, self._world.seed).make_rest()
+            modules.MetaParams(module, self.device, self._world.seed).make_rest()
         if precision is not None and optimizer is not None:
             self._masters = Masters(self._params, optimizer, precision)
         if shards is not None:
             shards.buffers.see()
 
     def _assemble(self, module: nn.Module, owners: Sequence[tuple[nn.Module, str]], shards: StepShards | None) -> None:
-        world, options, device, names, params = self._world, self._options, self._device, self._names, self._params
-        assert world.group is not None
+        world, options, device, names, params = self._world, self._options, self.device, self._names, self._params
         own = shards.group if shards is not None else None
-        group = own or world.own_groups.take(world.group, device, world.timeout, world.gather_json)
+        group = own or self._own_group(world)
+        taken = [group]
         reduction: BucketReduction = FastReduction(group)
         if options.wire is not None:
             self.wire = reduction_by(options.wire, world, group, device)
@@ -143,8 +168,14 @@ class Engine:
             reduction = shards.reduction
         placement = Placement(reduction, memory_of(group, device), device)
         if options.zero:
-            self.split = placement = SplitPlacement(world, group, reduction, module, params, device, options)
-        world.own_groups.free_after(placement, group)
+            split, part, others = self._data.split, group, self._data.replicas
+            if others is not None:
+                part, among_others = self._own_group(split), self._own_group(others)
+                reduction = _hybrid(reduction, group, part, among_others)
+                taken += [part, among_others]
+            self.split = placement = SplitPlacement(split, part, reduction, module, params, device, options, self.mesh)
+        for each in taken:
+            world.own_groups.free_after(placement, each)
         if options.init_sync:
             agreement.start_equal(world, names, params, owners, with_buffers=options.starts_buffers_equal)
         kept = [owner for owner in owners if options.keeps_buffers_equal and not modules.is_equal_anyway(*owner)]
@@ -169,16 +200,23 @@ class Engine:
             alone=frozenset(tables) if placement.rules.is_fixed else frozenset(),
         )
         partials = shards.partials if shards is not None else None
+        first_end = weakref.WeakMethod(self._compare_copies) if self.mesh is not None else None
+        more: dict[str, Any] = {"group": group, "partials": partials, "first_end": first_end}
         if tables:
-            self.reducer = RowsReducer(tables, world, shared, buckets, placement, group=group, partials=partials)
+            self.reducer = RowsReducer(tables, world, shared, buckets, placement, **more)
         else:
-            self.reducer = Reducer(world, shared, buckets, placement, group=group, partials=partials)
+            self.reducer = Reducer(world, shared, buckets, placement, **more)
         if self.split is not None and options.optimizer is not None:
             self._split_optimizer = SplitOptimizer(options.optimizer)
             self._split_optimizer.point_at(params, self.split.parts)
             self._split_optimizer.around_step(self.split.before_update, self.split.after_update)
             allocator.trim()
         shared.buffers.see()
+
+    def _own_group(self, world: World) -> dist.ProcessGroup:
+        """A group of these workers, for this model alone."""
+        assert world.group is not None
+        return world.own_groups.take(world.group, self.device, world.timeout, world.gather_json)
 
     def _may_send_rows(self, shards: StepShards | None) -> bool:
         """Whether embeddings may travel apart from buckets.
@@ -187,15 +225,15 @@ class Engine:
         by block, since a table then comes and goes with its block.
         """
         is_plain = self._options.wire is None and shards is None and self._options.precision is None
-        return is_plain and self._device.type == "cpu" and not self.gathers
+        return is_plain and self.device.type == "cpu" and not self.gathers
 
     def _granularity(self, group: dist.ProcessGroup) -> Granularity:
         """The usual, or no more buckets than memory asks for where nothing can be hidden anyway."""
         cap_mb, wire, zero = self._options.bucket_cap_mb, self._options.wire, self._options.zero
-        is_shared = shares_memory(group, self._device)
+        is_shared = shares_memory(group, self.device)
         if is_shared and cap_mb is None and wire is None and are_all_computing(self._world):
             return UNCUT if zero < 2 else LATE
-        return granularity(self._world, self._device, cap_mb, wire=wire, zero=zero)
+        return granularity(self._world, self.device, cap_mb, wire=wire, zero=zero)
 
     # What the trainer, checkpoints and watchers need
 
@@ -205,6 +243,61 @@ class Engine:
         if self.reducer is not None:
             self.reducer.trust_inputs()
         self.own_numbers = contextlib.nullcontext()
+
+    def counted_grads(self) -> list[Tensor]:
+        """What this worker adds to the norm of the gradients; all that hold a part of the model ask at one time."""
+        if self.reducer is None:
+            self._compare_copies()
+        counted = [self.mesh is None or self.mesh.counts(param) for param in self._params]
+        return [grad for index, grad in self._own_grads() if counted[index]]
+
+    def _own_grads(self) -> list[tuple[int, Tensor]]:
+        """What this worker has of the gradients, by the number of the parameter; all of a mesh ask at the same time."""
+        if self.split is not None:
+            return self.split.own_grads()
+        grads = [param.grad for param in self._params]
+        return [(index, grad) for index, grad in enumerate(grads) if grad is not None]
+
+    def _compare_copies(self) -> None:
+        """After the first step: raise if workers of a mesh have different gradients of what they have alike."""
+        if self.mesh is None or not self._are_copies_unknown:
+            return
+        self._are_copies_unknown = False
+        squares = torch.zeros(len(self._params), dtype=torch.float64)
+        for index, grad in self._own_grads():
+            squares[index] += float(grad.double().square().sum())
+        if self.split is not None:
+            all_reduce(squares, dist.ReduceOp.SUM, self._data.split, "comparing copies of gradients")
+        self.mesh.require_same_grads(self._names, self._params, squares.sqrt().tolist())
+
+    @property
+    def clipped(self) -> Sequence[nn.Parameter]:
+        """What has this worker's gradients, whose own they are to be scaled."""
+        return self.split.owned_params() if self.split is not None else self._params
+
+    def speaks_for(self, param: Tensor) -> bool:
+        """Whether what this worker has of a parameter is what counts, of all copies of it; see ModelMesh.counts."""
+        return not self.is_copy and (self.mesh is None or self.mesh.counts(param))
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether all of this worker's part of what is split is that of another one, of an earlier replica."""
+        return self.split is not None and self._data.replicas is not None and self._data.replicas.rank > 0
+
+    @property
+    def split_world(self) -> World:
+        """The workers over which what is split is split."""
+        return self._data.split
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether other workers of the mesh have other stages of a pipeline, as far as can be told."""
+        return self.is_sent_by_call and self._data.num_in_mesh > self.holders.size
+
+    @property
+    def holders(self) -> World:
+        """All workers that hold a part of the model."""
+        return self.mesh.holders if self.mesh is not None else self._world
 
     @property
     def gathers(self) -> bool:
@@ -288,6 +381,36 @@ class Engine:
             self._shards.release()
         if self.strategy is not None:
             self.strategy.release()
+        for inner in (self._data.split, self._data.replicas, self.mesh.world if self.mesh is not None else None):
+            if inner is not None and inner is not self._world:
+                inner.release()
+
+
+def _hybrid(
+    reduction: BucketReduction, group: dist.ProcessGroup, split: dist.ProcessGroup, replicas: dist.ProcessGroup
+) -> HybridReduction:
+    """What adds over those that split and over the others; UsageError where gradients do not travel as they are."""
+    if not isinstance(reduction, FastReduction):
+        raise UsageError(
+            "wire=... goes with a device_mesh of one dimension: over two, parts are reduced in two steps, and only as "
+            "they are. Leave out wire, or give mesh['dp']."
+        )
+    return HybridReduction(group, split, replicas)
+
+
+def _require_plain(options: WrapOptions, shards: StepShards | None) -> None:
+    """Raise UsageError for what goes with whole parameters only."""
+    if shards is not None or not options.reduces:
+        raise UsageError(
+            "the model has parameters that are DTensors (tensor parallelism), and Trainer and its strategies take "
+            "whole ones. Wrap it in lockstep.DataParallel(net, device_mesh=mesh['dp']), with a loop of your own."
+        )
+    if options.wire is not None and not isinstance(options.wire, Half):
+        raise UsageError(
+            "the model has parameters that are DTensors (tensor parallelism), and wire=... rounds each worker's "
+            "copies of what they have whole by its neighbours in a bucket, so that copies would drift apart. Leave it "
+            "out, or use lockstep.wire.Half."
+        )
 
 
 def _trained_anywhere(world: World, params: Sequence[nn.Parameter]) -> list[int]:
@@ -322,3 +445,13 @@ def are_all_computing(world: World) -> bool:
     workers = world.gather_json([sorted(cores), torch.get_num_threads()])
     usable = set().union(*(usable for usable, _ in workers))
     return all(num_threads == 1 for _, num_threads in workers) and len(usable) <= len(workers)
+
+
+def _require_own_statistics(module: nn.Module) -> None:
+    """Raise UsageError for batch norms that would count workers with other parts of the model, or the same data."""
+    for name, each in module.named_modules():
+        if isinstance(each, SyncBatchNorm | nn.SyncBatchNorm) and each.process_group is None:
+            raise UsageError(
+                f"{name!r} averages its statistics over all workers, and only some dimensions of the mesh have data of "
+                "their own. Convert it for those: lockstep.SyncBatchNorm.convert(net, mesh['dp'].get_group())."
+            )

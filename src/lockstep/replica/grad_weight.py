@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UsageError
+from lockstep.replica.local_params import local_part
 from lockstep.torch_private import foreach_
 from lockstep.weight import Factor, Weight, checked
 from lockstep.world import join
@@ -128,5 +129,14 @@ def backward(loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) 
         window.in_force = outer
         is_over = all(replica.require_backward_grad_sync for replica in world.replicas)
         factor = window.end() if is_over else 1.0
-    if world.size == 1 and (isinstance(factor, Tensor) or factor != 1.0):
-        foreach_("mul", [p.grad for each in world.replicas for p in each.parameters() if p.grad is not None], factor)
+    scale_grads(
+        factor, (param for replica in world.replicas if replica.world.size == 1 for param in replica.parameters())
+    )
+
+
+def scale_grads(factor: Factor, params: Iterable[Tensor]) -> None:
+    """Multiply the gradients of `params`, what this worker holds of them."""
+    if isinstance(factor, Tensor) or factor != 1.0:
+        grads = [local_part(param.grad) for param in params if param.grad is not None]
+        if grads:
+            foreach_("mul", grads, factor)

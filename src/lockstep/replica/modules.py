@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.layout import is_dense
+from lockstep.replica.local_params import local_param, whole_param
 from lockstep.seeds import derive
 
 
 def contents(module: nn.Module) -> tuple[list[str], list[nn.Parameter], list[tuple[nn.Module, str]]]:
-    """Names, parameters, and where each buffer lives; without those that torch's users had DDP ignore."""
+    """Names, parameters, and where each buffer lives; without those that torch's users had DDP ignore.
+
+    Parameters are as the engine sees them: of a DTensor what this worker holds, see local_params.py.
+    """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     named = [(name, param) for name, param in module.named_parameters() if name not in ignored]
     owners = []
@@ -33,7 +37,7 @@ def contents(module: nn.Module) -> tuple[list[str], list[nn.Parameter], list[tup
             if buffer is not None and id(buffer) not in seen and full_name not in ignored:
                 seen.add(id(buffer))
                 owners.append((owner, name))
-    return [name for name, _ in named], [param for _, param in named], owners
+    return [name for name, _ in named], [local_param(param) for _, param in named], owners
 
 
 def close_gaps(params: Sequence[nn.Parameter]) -> None:
@@ -152,7 +156,8 @@ def assign(module: nn.Module, params: Sequence[Tensor], blocks: Sequence[nn.Modu
     for number, block in enumerate(blocks):
         for param in block.parameters():
             users.setdefault(id(param), set()).add(number)
-    return [next(iter(own)) if len(own := users.get(id(param), {-1})) == 1 else -1 for param in params]
+    whole = map(whole_param, params)
+    return [next(iter(own)) if len(own := users.get(id(param), {-1})) == 1 else -1 for param in whole]
 
 
 def _outside(module: nn.Module, blocks: Sequence[nn.Module]) -> list[Tensor]:

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import UsageError
 from lockstep.replica.layout import Fragment, in_memory_order
+from lockstep.replica.local_params import local_part, whole_param
 from lockstep.replica.params import BucketPart
 
 SHAPE = (12, 16)
@@ -144,6 +145,7 @@ class SplitOptimizer:
         # Weak, since the optimizer holds this by its hooks: together they would wait for the garbage collector.
         self._reference = weakref.ref(optimizer)
         self._owned: dict[Tensor, list[tuple[Fragment, nn.Parameter]]] = {}
+        """By parameter, as the optimizer was given it."""
         self._whole = [list(group["params"]) for group in optimizer.param_groups]
         """What the groups hold where nothing is split."""
         self._step_hooks: list[RemovableHandle] = []
@@ -157,11 +159,11 @@ class SplitOptimizer:
 
     def point_at(self, params: Sequence[Tensor], parts: Sequence[BucketPart]) -> None:
         """Replace `params` in the optimizer's groups by the fragments that `parts` have of them."""
-        self._owned = {param: [] for param in params}
+        self._owned = {whole_param(param): [] for param in params}
         for part in parts:
             for fragment, own in zip(part.fragments, part.params, strict=True):
                 own.requires_grad_(True)
-                self._owned[params[fragment.index]].append((fragment, own))
+                self._owned[whole_param(params[fragment.index])].append((fragment, own))
         for group in self.optimizer.param_groups:
             group["params"] = self._fragments_of(group["params"])
         self._cut_state()
@@ -228,6 +230,7 @@ def no_parameter(param: Tensor) -> str:
 def _cut(value: Any, param: Tensor, fragment: Fragment, own: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
+    value, param = local_part(value), local_part(param)
     if value.shape != param.shape or value.dim() == 0:
         return value.clone()
     piece = in_memory_order(value, fragment.strides)[fragment.offset : fragment.offset + fragment.span.numel]

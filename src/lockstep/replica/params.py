@@ -27,6 +27,7 @@ from lockstep.comm.group import all_gather, moves_parts, waited_for
 from lockstep.comm.memory import allocate_common
 from lockstep.replica.collectives import finish
 from lockstep.replica.layout import BucketPlan, FlatSpan, Fragment, are_equal, fragments, in_memory_order, view_of
+from lockstep.replica.local_params import whole_param
 from lockstep.world import World
 
 Format = tuple[Sequence[int], Sequence[int]]
@@ -38,12 +39,13 @@ class Owned:
     """What this worker's optimizer updates of one parameter."""
 
     param: nn.Parameter
+    """As the module has it."""
     own: nn.Parameter
     """What stands for it in the optimizer: a fragment of it, or its master."""
     offset: int
-    """The number of its first element among the parameter's own, as they lie in memory."""
+    """The number of its first element among the parameter's own here, as they lie in memory."""
     strides: tuple[int, ...]
-    """How the parameter lies in memory while it is there."""
+    """How the parameter lies in memory while it is there; of a DTensor what this worker holds."""
 
 
 class BucketPart:
@@ -98,7 +100,7 @@ class BucketPart:
     def owned(self, params: Sequence[nn.Parameter]) -> list[Owned]:
         """What this worker has of `params`, which are all of the model's."""
         pairs = zip(self.fragments, self.params, strict=True)
-        return [Owned(params[each.index], own, each.offset, each.strides) for each, own in pairs]
+        return [Owned(whole_param(params[each.index]), own, each.offset, each.strides) for each, own in pairs]
 
     def hold(self) -> None:
         """A pass begins: keep the gradients of earlier ones, which the reduction is about to overwrite."""

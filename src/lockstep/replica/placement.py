@@ -12,7 +12,6 @@ The reducer decides when a bucket travels; a placement owns the reduction, and d
 """
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +28,8 @@ from lockstep.replica.bucket import Bucket
 from lockstep.replica.collectives import finish
 from lockstep.replica.gathered_params import GatheredParams
 from lockstep.replica.layout import BucketPlan, FlatSpan, LayoutRules, whole_tensor_spans
+from lockstep.replica.local_params import whole_param
+from lockstep.replica.model_mesh import ModelMesh, all_reduce
 from lockstep.replica.modules import MetaParams, assign, find_blocks
 from lockstep.replica.optimizer import Grain, grain_of
 from lockstep.replica.params import BucketPart, FlatParams, Format, KeptParams, Owned, SharedParams, cut_out
@@ -96,10 +97,12 @@ class SplitPlacement(Placement):
         params: Sequence[nn.Parameter],
         device: torch.device,
         options: WrapOptions,
+        mesh: ModelMesh | None = None,
     ) -> None:
+        """`world` and `group` are those over which all is split: of HSDP, one replica's."""
         assert options.optimizer is not None
         stage, precision = options.zero, options.precision
-        self._world, self._group = world, group
+        self._world, self._group, self._mesh = world, group, mesh
         numbers: list[int] = []
         self._flat_params: FlatParams
         is_shared = shares_memory(group, world.device)
@@ -133,6 +136,12 @@ class SplitPlacement(Placement):
         self._keeps_buckets = stage < 2
         """Whether a bucket's memory is its own; else only the owned gradients stay."""
         self._grain, self._precision = grain_of(options.optimizer, device), precision
+        if mesh is not None and self._grain is Grain.TENSOR:
+            raise UsageError(
+                f"{type(options.optimizer).__name__} looks at whole tensors, and with zero={stage} it would be given "
+                "this worker's shards of DTensors as if they were whole. Use zero=0, where torch gives it the DTensors "
+                "themselves, or an optimizer that works element by element."
+            )
         self._meta = MetaParams(module, device, world.seed)
         self.parts: list[BucketPart] = []
         """One for each bucket with gradients, in their order."""
@@ -245,8 +254,9 @@ class SplitPlacement(Placement):
         self._stand_in(param)
 
     def _stand_in(self, param: Tensor) -> None:
-        self._stood_in_for.append(param)
-        param.grad = SplitGrad.of(param)
+        whole: Tensor = whole_param(param)
+        self._stood_in_for.append(whole)
+        whole.grad = SplitGrad.of(whole)
 
     def expect_overflows(self) -> None:
         """A gradient scaler will decide by the gradients whether to step: all workers are to see the same overflows."""
@@ -260,7 +270,15 @@ class SplitPlacement(Placement):
         sums = [torch.sum(param.grad, dtype=torch.float32) for param in owned if param.grad is not None]
         total = torch.stack(sums).sum() if sums else torch.zeros((), device=self.rules.device)
         is_finite = torch.isfinite(total).float()
-        self._all_reduce(is_finite, dist.ReduceOp.MIN, "looking for overflows")
+        doing = "looking for overflows"
+        finish(
+            partial(dist.all_reduce, is_finite, dist.ReduceOp.MIN, group=self._group, async_op=True),
+            self._world,
+            is_finite.device,
+            doing,
+        )
+        if self._mesh is not None:
+            all_reduce(is_finite, dist.ReduceOp.MIN, self._mesh.world, doing)
         if owned and owned[0].grad is not None:
             # Nothing is added where all is finite, and no worker has to look: 0 * 1 or 0 * inf.
             owned[0].grad.view(-1)[0].add_(0.0 * (1.0 / is_finite))
@@ -270,9 +288,6 @@ class SplitPlacement(Placement):
 
     def _part(self, bucket: Bucket) -> BucketPart | None:
         return self.parts[bucket.place] if bucket.place < len(self.parts) else None
-
-    def _all_reduce(self, value: Tensor, op: Any, doing: str) -> None:
-        finish(partial(dist.all_reduce, value, op, group=self._group, async_op=True), self._world, value.device, doing)
 
     # The owned parts
 
@@ -304,21 +319,10 @@ class SplitPlacement(Placement):
                 for part in self.parts:
                     part.take_back()
 
-    def total_norm(self, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """The norm of the gradients of the whole model, the same on all workers."""
-        grads = [param.grad for param in self.owned_params() if param.grad is not None]
-        mine = nn.utils.get_total_norm(grads, norm_type) if grads else torch.zeros((), device=self._world.device)
-        doing = "computing the norm of the gradients"
-        if math.isinf(norm_type):
-            self._all_reduce(mine, dist.ReduceOp.MAX, doing)
-            total = mine
-        else:
-            powers = mine.double().pow(norm_type)
-            self._all_reduce(powers, dist.ReduceOp.SUM, doing)
-            total = powers.pow(1 / norm_type).to(mine.dtype)
-        if error_if_nonfinite and not torch.isfinite(total):
-            raise UsageError(f"the gradients' norm is {total.item()}; pass error_if_nonfinite=False to scale anyway.")
-        return total
+    def own_grads(self) -> list[tuple[int, Tensor]]:
+        """This worker's parts of the gradients, each with the number of its parameter."""
+        pairs = [pair for part in self.parts for pair in zip(part.fragments, part.params, strict=True)]
+        return [(fragment.index, own.grad) for fragment, own in pairs if own.grad is not None]
 
     def release(self) -> None:
         """Let go of the group."""

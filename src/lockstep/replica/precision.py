@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.data import tree
 from lockstep.errors import UsageError
 from lockstep.replica.layout import strides_of
+from lockstep.replica.local_params import local_part, whole_param
 from lockstep.replica.params import Owned
 
 
@@ -51,19 +52,20 @@ class Masters:
     def __init__(self, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, precision: Precision) -> None:
         floating = [param for param in params if param.is_floating_point()]
         self._pairs = [(param, nn.Parameter(param.detach().to(precision.master, copy=True))) for param in floating]
-        master_of = dict(self._pairs)
+        master_of = {whole_param(param): master for param, master in self._pairs}
         for group in optimizer.param_groups:
             group["params"] = [master_of.get(param, param) for param in group["params"]]
-        for param in floating:
-            if param in optimizer.state:
-                optimizer.state[master_of[param]] = optimizer.state.pop(param)
+        for param, master in self._pairs:
+            if (whole := whole_param(param)) in optimizer.state:
+                state = optimizer.state.pop(whole)
+                optimizer.state[master] = {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
             param.data = param.data.to(precision.params)
         optimizer.register_step_pre_hook(lambda *_: self._bring_grads())
         optimizer.register_step_post_hook(lambda *_: self.publish())
 
     def owned(self) -> list[Owned]:
         """The masters, as if they were parts."""
-        return [Owned(param, master, 0, strides_of(param)) for param, master in self._pairs]
+        return [Owned(whole_param(param), master, 0, strides_of(param)) for param, master in self._pairs]
 
     def publish(self) -> None:
         """Round the parameters from their masters."""

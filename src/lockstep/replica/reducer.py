@@ -75,13 +75,16 @@ class Reducer:
         *,
         group: dist.ProcessGroup,
         partials: Partials | None = None,
+        first_end: "weakref.WeakMethod[Callable[[], None]] | None" = None,
     ) -> None:
+        """first_end: called when gradients have been handed out for the first time."""
         self._world = world
         self.shared = shared
         self.group = group
         self._placement = placement
         self.grad_weight = GradWeight(world.size if partials is None else None)
         self._queue = BucketQueue(world, shared.names, buckets, placement, self.grad_weight, partials)
+        self._first_end = first_end
         self._join_mode: JoinMode | None = None
         """Whether workers may run out of batches at different steps, and what that means."""
         self.inputs: SameInputs | None = SameInputs(world)
@@ -308,6 +311,21 @@ class Reducer:
         self._now.has_arrived = True
         self.finish()
 
+    def send_accumulated(self, weight: Weight | None) -> None:
+        """End a step by what earlier passes left in `param.grad`, since none of them has sent it.
+
+        weight: of all of it; None for that of the batch which these passes were over.
+        """
+        self._abandon_broken_pass()
+        if self._split is not None:
+            self._split.before_pass()
+        now = self._now
+        now.touched.update(index for index, param in enumerate(self.shared.params) if param.grad is not None)
+        now.syncs = now.has_arrived = True
+        self.grad_weight.begin(in_force(weight, now.weight), (self.shared.params[index] for index in now.touched))
+        self._open_step()
+        self.finish()
+
     def shadow(self) -> int:
         """Take part in a step with nothing to add; returns how many workers had something."""
         self._prepare_buckets()
@@ -348,6 +366,8 @@ class Reducer:
             self.observer.see_sums(self.step, self.buckets)
         if not self.step:
             self._learn_order(self._world.gather_json(self._now.observed)[0])
+            if self._first_end is not None and (compare := self._first_end()) is not None:
+                compare()
         if self.inputs is not None and not self.inputs.compare():
             self.inputs = None
         if isinstance(self._wire, ChoosingReduction):

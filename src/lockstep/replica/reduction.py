@@ -1,6 +1,7 @@
 """How the buckets of all workers are added. Chosen once, when a model is wrapped; a placement owns it.
 
     FastReduction    whatever the backend does best
+    HybridReduction  the same among those who split, then among those who own the same part
     TreeReduction    along the tree over the shards: the same bits on any number of workers
     CodedReduction   encoded by a wire while they travel: see wire/reduction.py
     HookReduction    by a user's own function, in the form of torch DDP's communication hooks
@@ -10,8 +11,10 @@ are still to come. A placement says what becomes of the sums.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +93,67 @@ class FastReduction(BucketReduction):
     def release(self) -> None:
         """Let go of the group."""
         del self._group
+
+
+class HybridReduction(FastReduction):
+    """Where state is split over some of the workers, and the others have copies of it: scattered, then added."""
+
+    is_waited_for = False  # The second half begins when the first has ended.
+
+    def __init__(self, group: dist.ProcessGroup, split: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._split, self._replicas = split, replicas
+        self.num_parts = split.size()
+        self._scattered: deque[_ThenAdded] = deque()
+
+    def reduce_scatter(self, bucket: Bucket, spans: Sequence[FlatSpan], out: Tensor) -> Any:
+        """See BucketReduction."""
+        first = reduce_scatter(out, bucket.flat, self._split)
+        return _ThenAdded(first, partial(all_reduce, out, self._replicas), self._scattered, out.device)
+
+    def release(self) -> None:
+        """Let go of the groups."""
+        super().release()
+        del self._split, self._replicas
+
+
+class _ThenAdded:
+    """A reduce-scatter, and the sum of what it leaves over other workers, as one operation.
+
+    scattered: those whose second half has not begun. They begin in the order of the buckets, which is the same on all
+    workers, whichever is waited for first.
+    """
+
+    def __init__(
+        self, first: Any, add: Callable[[], Any], scattered: "deque[_ThenAdded]", device: torch.device
+    ) -> None:
+        self._first, self._add, self._scattered = first, add, scattered
+        self._second: Any = None
+        self._has_failed = False
+        if device.type == "cuda":  # All is queued at once, beside what computes.
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                first.wait()
+                self._second = add()
+        else:
+            scattered.append(self)
+
+    def is_completed(self) -> bool:
+        """Whether both have ended, well or badly."""
+        return self._has_failed or (self._second is not None and bool(self._second.is_completed()))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the sums are there; on a GPU the current stream waits."""
+        limits = () if timeout is None else (timeout,)
+        while self._second is None:
+            oldest = self._scattered[0]
+            try:
+                oldest._first.wait(*limits)
+            except RuntimeError:
+                self._has_failed = bool(oldest._first.is_completed())
+                raise
+            oldest._second = oldest._add()
+            self._scattered.popleft()
+        return bool(self._second.wait(*limits))
 
 
 class TreeReduction(BucketReduction):

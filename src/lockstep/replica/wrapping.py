@@ -11,7 +11,9 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.replica.layout import overlaps
+from lockstep.replica.local_params import local_part
 from lockstep.replica.precision import Precision
+from lockstep.torch_private import is_dtensor, root_of
 from lockstep.wire import Auto, Wire
 from lockstep.wire.auto import require_wire
 from lockstep.world import World, join
@@ -48,7 +50,7 @@ class WrapOptions:
         is_number = isinstance(cap_mb, int | float) and not isinstance(cap_mb, bool)
         if cap_mb is not None and not (is_number and 0 < cap_mb < math.inf):
             raise UsageError(f"bucket_cap_mb={cap_mb!r}: a bucket must have a size, in megabytes, above 0.")
-        without_memory = [name for name, param in module.named_parameters() if param.is_meta]
+        without_memory = [name for name, param in module.named_parameters() if param.is_meta and not is_dtensor(param)]
         if without_memory and not self.zero:
             raise UsageError(
                 f"{without_memory[0]!r} is on the meta device: give it memory with module.to_empty(device=...), or "
@@ -64,7 +66,13 @@ def _require_module(module: object) -> None:
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UsageError(f"{name!r} has no shape yet: run a forward pass of the lazy module before wrapping it.")
-        if overlaps(param):
+        if is_dtensor(param) and param.is_meta:
+            raise UsageError(
+                f"{name!r} is a DTensor on the meta device: give it memory and values before it is wrapped, "
+                "net.to_empty(device=...) and then net.init_weights() or whatever sets them; it is this worker's part "
+                "alone."
+            )
+        if overlaps(local_part(param)):
             raise UsageError(
                 f"{name!r} has elements that share memory (shape {list(param.shape)}, strides {list(param.stride())}, "
                 "as expand() makes them), so they cannot be updated one by one. Make it of tensor.clone(), or expand "
@@ -91,16 +99,37 @@ def _require_stage(zero: object, optimizer: object, precision: object, module: n
         raise UsageError(f"zero={zero} splits the optimizer over the workers: DataParallel(net, optimizer=optimizer).")
 
 
-def world_of(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> World:
+@dataclass(frozen=True, slots=True)
+class DataWorlds:
+    """The workers that train on different data, seen from one of them."""
+
+    all: World
+    """Those that gradients are added over."""
+    split: World
+    """Those over which zero=1 to 3 splits: all, or one replica's."""
+    replicas: World | None = None
+    """Those that own the same part of the split as this one, one of each replica; None where nobody else does."""
+    num_in_mesh: int = 0
+    """How many workers are in the mesh of which these are some dimensions; 0 without one."""
+
+
+def data_worlds(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> DataWorlds:
     """The workers to reduce over."""
     if group is not None and mesh is not None:
         raise UsageError("DataParallel takes process_group or device_mesh, not both.")
     world = join()
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise UsageError(f"device_mesh must have one dimension, got {mesh.ndim}; pick one: mesh['dp'].")
-        group = mesh.get_group()
-    return world if group is None else world.within(group)
+    if mesh is None or mesh.ndim == 1:
+        given = mesh if mesh is not None else group
+        data = world if given is None else world.within(given)
+        return DataWorlds(data, data, None, root_of(mesh).size() if mesh is not None else 0)
+    if mesh.ndim != 2:
+        raise UsageError(
+            f"device_mesh has {mesh.ndim} dimensions ({mesh}): give one that data is parallel over, mesh['dp'], or "
+            "two, mesh['replicate', 'split'], of which zero=1 to 3 splits over the second."
+        )
+    data = world.within(mesh)
+    replicas, split = (world.among(dist.get_process_group_ranks(each), each) for each in mesh.get_all_groups())
+    return DataWorlds(data, split, replicas, root_of(mesh).size())
 
 
 def input_device(device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
