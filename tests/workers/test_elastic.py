@@ -75,7 +75,6 @@ SELECTION = [
     ("receiving state", "die", "shm", 3, (0,)),
     ("snapshot", "die", "shm", 1, (2,)),
     ("replay", "die", "gloo", 3, (0,)),
-    ("vote", "stop", "shm", 0, (1,)),
     ("exchange", "raise", "shm", 3, (0,)),
 ]
 
