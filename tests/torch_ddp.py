@@ -12,6 +12,7 @@ import argparse
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 
 DEADLINE_S = 90
+ERROR = re.compile(r"[\w.]*(Error|Exception|Lost|Mismatch|Void)\b")
 SIZES = (2, 4)
 """Numbers of workers: the first that a test takes counts."""
 
@@ -46,7 +48,13 @@ class Outcome:
 
 def load(size):
     """torch's module of tests, as it is for `size` workers on CPUs."""
-    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(
+        PYTORCH_PRINT_REPRO_ON_FAILURE="0",
+        BACKEND="gloo",
+        WORLD_SIZE=str(size),
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+    )
     import torch
 
     torch.set_num_threads(1)
@@ -103,18 +111,19 @@ def on_cpu(size):
                 return args[0]
             if is_gpu(kwargs.get("device")):
                 kwargs["device"] = cpu
-            if func is torch.Tensor.to and len(args) > 1 and is_gpu(args[1]):
-                args = (args[0], cpu, *args[2:])
+            place = {torch.Tensor.to: 1, torch._C._nn._parse_to: 0}.get(func, len(args))
+            if place < len(args) and is_gpu(args[place]):
+                args = (*args[:place], cpu, *args[place + 1 :])
             return func(*args, **kwargs)
 
     OnCPU().__enter__()
-    current = [0]
     common_distributed.TEST_CUDA = True
     cuda.is_available = lambda: True
     cuda.device_count = lambda: size
-    cuda.set_device = lambda device: current.__setitem__(0, getattr(device, "index", device))
     cuda.current_device = lambda: cpu
-    cuda.synchronize = cuda.manual_seed = cuda.manual_seed_all = cuda.empty_cache = lambda *_, **__: None
+    torch.accelerator.current_device_index = lambda: 0
+    for name in ("set_device", "synchronize", "manual_seed", "manual_seed_all", "empty_cache"):
+        setattr(cuda, name, lambda *_, **__: None)
 
 
 def put_in_place(place, distributed_test):
@@ -148,11 +157,15 @@ def be_worker(name, place, backend, rank, size, folder):
     os.environ.update(BACKEND=backend, TEMP_DIR=str(folder), RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ["INIT_METHOD"] = f"file://{folder}/store"
     kind = type("Test", (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase), {})
+    timeout = timedelta(seconds=distributed_test.CUSTOM_PG_TIMEOUT.get(name, distributed_test.default_pg_timeout))
+    dist.init_process_group(backend, f"file://{folder}/store", timeout, size, rank)
+    if place == "lockstep":
+        import lockstep
+
+        lockstep.join(device="cpu")
     if place is not None:
         put_in_place(place, distributed_test)
         on_cpu(size)
-    timeout = timedelta(seconds=distributed_test.CUSTOM_PG_TIMEOUT.get(name, distributed_test.default_pg_timeout))
-    dist.init_process_group(backend, f"file://{folder}/store", timeout, size, rank)
     test = kind(name)
     test.rank, test.file_name = rank, f"{folder}/store"
     common_utils.set_rng_seed()
@@ -218,9 +231,9 @@ def run(name, place, backend, size, deadline_s=DEADLINE_S):
             said = json.loads(file.read_text()) if file.exists() else ["hung" if left else "failed", "died\n" + log]
             verdicts.append((said[0], f"{log}\n{said[1]}" if said[0] == "failed" else said[1]))
     worst = min(verdicts, key=lambda each: ["failed", "hung", "skipped", "passed"].index(each[0]))
-    lines = [line for line in worst[1].splitlines() if line.strip()]
+    lines = [line.strip() for line in worst[1].splitlines() if line.strip()]
     text = worst[1] if worst[0] in ("failed", "hung") else ""
-    why = lines[-1].strip() if lines else ""
+    why = ([line for line in lines if ERROR.match(line)] or lines or [""])[-1]
     return Outcome(name, place or "", backend, size, worst[0], why, text, round(time.monotonic() - begun, 1))
 
 

@@ -154,6 +154,12 @@ class Reducer:
         now.syncs, now.weight, now.is_expected = syncs, weight, True
         self._hooks.attach()
 
+    def send_next_pass(self) -> None:
+        """Let the next backward pass send, though the forward passes that it is over were to accumulate."""
+        self._abandon_broken_pass()
+        self._now.syncs = self._now.is_expected = True
+        self._hooks.attach()
+
     @contextlib.contextmanager
     def joining(self, mode: JoinMode) -> Iterator[None]:
         """A block in which workers may run out of batches at different steps."""
@@ -360,7 +366,7 @@ class Reducer:
     def _conclude(self, *, is_active: bool) -> None:
         """Let all be what the workers agreed on, if the step counts; one without a batch keeps its gradients."""
         self._notes.require_valid(self.step)
-        self._divide(is_active=is_active)
+        self._divide()
         self._hand_out(is_active=is_active)
         if self.observer is not None:
             self.observer.see_sums(self.step, self.buckets)
@@ -374,11 +380,9 @@ class Reducer:
             self._wire.end_pass()
         self._queue.step += 1
 
-    def _divide(self, *, is_active: bool) -> None:
+    def _divide(self) -> None:
         """Divide the sums by the weight that turned out, where it was not known before."""
         notes, weight, buckets, mode = self._notes, self.grad_weight, self._queue.buckets, self._join_mode
-        if mode is not None and mode.stops and is_active and notes.num_active < self._world.size:
-            raise UsageError(f"worker {self._world.rank}: another worker ran out of batches before this one.")
         weight.settle(notes.counted, is_explicit=notes.is_explicit, is_uneven=mode is not None and mode.is_uneven)
         if weight.divisor is not None:
             sent = [bucket for bucket in buckets.all if bucket.place not in buckets.unsent]
@@ -465,6 +469,10 @@ class Reducer:
         """The step has come to its end, or to nothing."""
         self._queue.reset()
         self._now = StepState()
+
+    def detach(self) -> None:
+        """Hear of no gradient any more."""
+        self._hooks.detach()
 
     def release(self) -> None:
         """Let go of the group; nothing can be reduced from here on."""

@@ -80,8 +80,6 @@ class JoinMode:
 
     is_uneven: bool
     """Whether the total weight is that of the workers with a batch, known only after the reduction."""
-    stops: bool
-    """Whether the first worker without a batch is an error for all."""
 
 
 _COUNTED, _VOID, _EXTRA, _ACTIVE, _EXPLICIT = range(5)

@@ -61,7 +61,7 @@ class WrapOptions:
 def _require_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(f"DataParallel takes a torch.nn.Module, got {type(module).__name__}.")
-    if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "require_backward_grad_sync"):
+    if isinstance(module, nn.parallel.DistributedDataParallel):
         raise UsageError("this model is wrapped already: give DataParallel the module itself.")
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
