@@ -109,6 +109,8 @@ def on_cpu(size):
             kwargs = dict(kwargs or {})
             if func is torch.Tensor.cuda:
                 return args[0]
+            if func is torch.device and is_gpu(args[0]):
+                return cpu
             if is_gpu(kwargs.get("device")):
                 kwargs["device"] = cpu
             place = {torch.Tensor.to: 1, torch._C._nn._parse_to: 0}.get(func, len(args))
@@ -118,7 +120,7 @@ def on_cpu(size):
 
     OnCPU().__enter__()
     common_distributed.TEST_CUDA = True
-    cuda.is_available = lambda: True
+    cuda.is_available = lambda: sys._getframe(1).f_globals["__name__"].startswith("torch.testing")
     cuda.device_count = lambda: size
     cuda.current_device = lambda: cpu
     torch.accelerator.current_device_index = lambda: 0

@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,7 @@ NAMES = (
     "torch.distributed.distributed_c10d._set_pg_timeout",
     "torch.distributed.distributed_c10d._world",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+    "torch.distributed.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map",
     "torch.distributed.tensor.DTensor._local_tensor",
     "torch.distributed.tensor.DTensor._spec",
     "torch.Tensor._make_wrapper_subclass",
@@ -166,6 +167,22 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a hook of this optimizer's wants to be called at every step; True where this torch does not tell."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return any(getattr(optimizer, name, True) for name in names)
+
+
+def take_over_backward_steps(param: Tensor) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that torch's `_apply_optimizer_in_backward` has step within the backward pass, as it did until now.
+
+    They are the caller's from here on: nothing of torch's calls them any more.
+    """
+    optimizers = getattr(param, "_in_backward_optimizers", ())
+    if optimizers:
+        handles = _needed(
+            "torch.distributed.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map",
+            "to have an optimizer step in the backward pass when gradients have been averaged",
+        )
+        for handle in handles.pop(param, ()):
+            handle.remove()
+    return list(optimizers)
 
 
 # Process groups.

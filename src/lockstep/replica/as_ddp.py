@@ -37,6 +37,11 @@ class AsDDP(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, asked: Mapping[str, Any], options: WrapOptions, data: DataWorlds) -> None:
         """asked: what torch's constructor was given, by its names."""
+        if isinstance(module, DistributedDataParallel) and not isinstance(module, AsDDP):
+            raise UsageError(
+                "this model is wrapped by torch's DistributedDataParallel already, which averages its gradients. Give "
+                "lockstep.DataParallel the module itself, model.module, and leave the other out."
+            )
         nn.Module.__init__(self)
         Joinable.__init__(self)
         _warn_of_deprecated(asked)
@@ -46,6 +51,7 @@ class AsDDP(DistributedDataParallel):
         self._options, self._data = options, data
         self._made: Engine | None = None
         self._comm_hook: str | None = None
+        self._error = ""
         self._buffer_hook: tuple[object, Callable[[Any, dict[str, Tensor]], Any], bool] | None = None
         params = list(module.parameters())
         self.device = params[0].device if params else data.all.device
@@ -70,6 +76,7 @@ class AsDDP(DistributedDataParallel):
         self.bucket_bytes_cap_default = options.bucket_cap_mb is None
         cap_mb = options.bucket_cap_mb
         self.bucket_bytes_cap = BUCKET_BYTES if cap_mb is None else int(cap_mb * (1 << 20))
+        self.broadcast_bucket_size = agreement.MESSAGE_BYTES
         self.logger = None
 
     # The engine: made when the model is wrapped, and by a copy when it trains for the first time
@@ -113,6 +120,7 @@ class AsDDP(DistributedDataParallel):
         kinds = sorted({_TYPE_NAMES.get(param.dtype, str(param.dtype)) for param in params})
         syncs = any(isinstance(each, SyncBatchNorm | nn.SyncBatchNorm) for each in self.module.modules())
         reducer = self._made.reducer if self._made is not None else None
+        steps = reducer.step if reducer is not None else 0
         data: dict[str, Any] = {
             "world_size": self.world.size,
             "rank": self.world.rank,
@@ -125,11 +133,15 @@ class AsDDP(DistributedDataParallel):
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
-            "iteration": reducer.step if reducer is not None else 0,
+            "iteration": steps,
             "dtypes": ", ".join(kinds),
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": sum(param.nbytes for param in params),
             "has_sync_bn": int(syncs),
+            "has_rebuilt_buckets": int(bool(steps) and (self.static_graph or not self.find_unused_parameters)),
+            "can_set_static_graph": int(self.reducer._ddp_graph_static()),
+            "has_error": int(bool(self._error)),
+            "error": self._error,
         }
         return data if self._comm_hook is None else {**data, "comm_hook": self._comm_hook}
 
@@ -163,7 +175,8 @@ class AsDDP(DistributedDataParallel):
         """
         self._require_whole("register_comm_hook")
         if not callable(hook):
-            raise NotCallable(f"register_comm_hook: the hook must be callable, got {type(hook).__name__}.")
+            self._error = f"register_comm_hook: the hook must be callable, got {type(hook).__name__}."
+            raise NotCallable(self._error)
         self._comm_hook = getattr(hook, "__qualname__", type(hook).__qualname__)
         if self._engine.reducer is not None:
             self._engine.reducer.use_hook(state, hook)
@@ -305,6 +318,11 @@ class TorchReducer:
     def _rebuild_buckets(self) -> bool:
         """Without effect: buckets are laid out anew when that is due."""
         return False
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether the same parameters were used in all steps so far."""
+        made = self._model._made
+        return made is None or made.reducer is None or made.reducer.is_graph_static
 
     def _delay_all_reduce(self) -> None:
         """Without effect: what is sent has been when a backward pass returns."""

@@ -76,8 +76,13 @@ class Reducer:
         group: dist.ProcessGroup,
         partials: Partials | None = None,
         first_end: "weakref.WeakMethod[Callable[[], None]] | None" = None,
+        update: Callable[[], None] = lambda: None,
     ) -> None:
-        """first_end: called when gradients have been handed out for the first time."""
+        """first_end: called when gradients have been handed out for the first time.
+
+        update: called whenever a pass has handed them out.
+        """
+        self._update = update
         self._world = world
         self.shared = shared
         self.group = group
@@ -94,6 +99,9 @@ class Reducer:
         self._under_way: Callable[[], Any] = lambda: None
         """The backward pass that has begun and not ended, whether it sends or accumulates."""
         self._now = StepState()
+        self.is_graph_static = True
+        """Whether the same parameters have been used here in all steps so far."""
+        self._unused: list[int] | None = None
         self._prepare_buckets()
 
     @property
@@ -294,10 +302,13 @@ class Reducer:
         if self._world.events:
             self._queue.tell_arrivals()
             self._world.events.emit(Kind.WAITING, self.step, spent_ns=now.spent_ns)
+        unused = self._queue.buckets.missing(now.touched)
+        self.is_graph_static = self.is_graph_static and self._unused in (None, unused)
+        self._unused = unused
         try:
             self._notes.write(
                 weight.counted,
-                self._queue.buckets.missing(now.touched),
+                unused,
                 self.shared.buffers.changed(),
                 explicit=weight.is_explicit,
                 extra=bool(now.late),
@@ -306,6 +317,7 @@ class Reducer:
             self._conclude(is_active=True)
         finally:
             self._reset()
+        self._update()
         if self._world.events:
             self._world.events.emit(Kind.SYNCED, self.step - 1)
 

@@ -156,8 +156,8 @@ class StepNotes:
 
     @property
     def counted(self) -> Tensor:
-        """The sum of what was counted, as a share of what was expected; on the bucket's device."""
-        return self._tail[_COUNTED].clone()
+        """The sum of what was counted, as a share of what was expected; in the bucket, until the next step."""
+        return self._tail[_COUNTED]
 
     @property
     def has_extra(self) -> bool:
