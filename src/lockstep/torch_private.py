@@ -170,7 +170,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def take_over_backward_steps(param: Tensor) -> Sequence[torch.optim.Optimizer]:
-    """The optimizers that torch's `_apply_optimizer_in_backward` has step within the backward pass, as it did until now.
+    """The optimizers that torch's `_apply_optimizer_in_backward` would have stepped within the backward pass.
 
     They are the caller's from here on: nothing of torch's calls them any more.
     """

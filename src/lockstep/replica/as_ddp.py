@@ -104,8 +104,8 @@ class AsDDP(DistributedDataParallel):
         """What gradients are reduced over."""
         return self.world.group
 
-    @property
-    def broadcast_buffers(self) -> bool:  # type: ignore[override]  # Read-only.
+    @property  # type: ignore[misc]  # Read-only.
+    def broadcast_buffers(self) -> bool:
         """Whether buffers are kept equal; torch's older name of `forward_sync_buffers`."""
         return self.forward_sync_buffers
 

@@ -29,7 +29,7 @@ from lockstep.replica.buffers import Buffers
 from lockstep.replica.embedding_rows import RowsReducer, find_tables
 from lockstep.replica.layout import LATE, UNCUT, Granularity
 from lockstep.replica.model_mesh import ModelMesh, all_reduce
-from lockstep.replica.optimizer import BackwardSteps, SplitOptimizer
+from lockstep.replica.optimizer import SplitOptimizer
 from lockstep.replica.params import Owned
 from lockstep.replica.placement import Placement, SplitPlacement
 from lockstep.replica.precision import Masters
@@ -201,8 +201,7 @@ class Engine:
         )
         partials = shards.partials if shards is not None else None
         first_end = weakref.WeakMethod(self._compare_copies) if self.mesh is not None else None
-        update = BackwardSteps(params).step
-        more: dict[str, Any] = {"group": group, "partials": partials, "first_end": first_end, "update": update}
+        more: dict[str, Any] = {"group": group, "partials": partials, "first_end": first_end}
         if tables:
             self.reducer = RowsReducer(tables, world, shared, buckets, placement, **more)
         else:

@@ -48,9 +48,14 @@ ROUNDING = 1e-5
 class BackwardSteps:
     """Optimizers of single parameters that are to step within the backward pass: here, when it has averaged."""
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._of_param = [(param, take_over_backward_steps(whole_param(param))) for param in params]
-        self._of_param = [(param, optimizers) for param, optimizers in self._of_param if optimizers]
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._of_param: list[tuple[Tensor, Sequence[torch.optim.Optimizer]]] = []
+
+    def find(self) -> None:
+        """Called before the first pass: they may be attached after the model was wrapped."""
+        found = [(param, take_over_backward_steps(whole_param(param))) for param in self._params]
+        self._of_param += [(param, optimizers) for param, optimizers in found if optimizers]
 
     def step(self) -> None:
         """Gradients are averages now: update by them, and drop them."""

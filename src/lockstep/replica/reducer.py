@@ -41,6 +41,7 @@ from lockstep.replica.bucket_queue import BucketQueue, GradObserver
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.collectives import finish
 from lockstep.replica.grad_weight import GradWeight
+from lockstep.replica.optimizer import BackwardSteps
 from lockstep.replica.placement import Placement, SplitPlacement
 from lockstep.replica.reduction import CodedReduction, HookReduction, Partials
 from lockstep.replica.step_state import JoinMode, PassPhase, PassProgress, StepNotes, StepState
@@ -76,13 +77,8 @@ class Reducer:
         group: dist.ProcessGroup,
         partials: Partials | None = None,
         first_end: "weakref.WeakMethod[Callable[[], None]] | None" = None,
-        update: Callable[[], None] = lambda: None,
     ) -> None:
-        """first_end: called when gradients have been handed out for the first time.
-
-        update: called whenever a pass has handed them out.
-        """
-        self._update = update
+        """first_end: called when gradients have been handed out for the first time."""
         self._world = world
         self.shared = shared
         self.group = group
@@ -95,6 +91,7 @@ class Reducer:
         self.inputs: SameInputs | None = SameInputs(world)
         """What looks whether the workers train on different samples, until it knows."""
         self._hooks = GradHooks(shared.params, self.arrive)
+        self._backward_steps = BackwardSteps(shared.params)
         self._number = world.replicas.pass_ends.next_number()
         self._under_way: Callable[[], Any] = lambda: None
         """The backward pass that has begun and not ended, whether it sends or accumulates."""
@@ -161,6 +158,8 @@ class Reducer:
         now = self._now
         now.syncs, now.weight, now.is_expected = syncs, weight, True
         self._hooks.attach()
+        if not self.step:
+            self._backward_steps.find()
 
     def send_next_pass(self) -> None:
         """Let the next backward pass send, though the forward passes that it is over were to accumulate."""
@@ -263,6 +262,8 @@ class Reducer:
             self.begin(now.weight)
             now = self._now  # A broken pass may have come to its end there.
         now.has_arrived = True
+        if param.grad is None:
+            return  # The pass came to the parameter, and brought nothing.
         if self._placement.gathered is not None:
             self._placement.gathered.look()
         if not self.step:
@@ -317,7 +318,7 @@ class Reducer:
             self._conclude(is_active=True)
         finally:
             self._reset()
-        self._update()
+        self._backward_steps.step()
         if self._world.events:
             self._world.events.emit(Kind.SYNCED, self.step - 1)
 

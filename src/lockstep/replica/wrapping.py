@@ -115,7 +115,7 @@ def data_worlds(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -
     """The workers to reduce over."""
     if group is not None and mesh is not None:
         raise UsageError(
-            "Cannot specify both process_group and device_mesh arguments. A mesh has its groups: give device_mesh alone."
+            "Cannot specify both process_group and device_mesh arguments. A mesh has groups: give device_mesh alone."
         )
     world = join()
     if mesh is None or mesh.ndim == 1:
