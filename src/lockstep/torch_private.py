@@ -23,6 +23,7 @@ NAMES = (
     "torch._C._current_graph_task_id",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C.Future",
+    "torch._dynamo.trace_rules.add",
     "torch._C._distributed_c10d",
     "torch._C._distributed_c10d.Backend._get_sequence_number_for_group",
     "torch.autograd.Variable._execution_engine.queue_callback",
@@ -42,7 +43,8 @@ NAMES = (
 
 def missing() -> list[str]:
     """Those of NAMES that this torch has not."""
-    importlib.import_module("torch.distributed.tensor")  # Else loaded by those who use it: see `is_dtensor`.
+    for module in ("torch._dynamo", "torch.distributed.optim.apply_optimizer_in_backward", "torch.distributed.tensor"):
+        importlib.import_module(module)  # Else loaded by those who use it: see `is_dtensor`.
     return [name for name in NAMES if _found(name) is None]
 
 
@@ -62,6 +64,14 @@ def backward_pass() -> int:
 def in_backward() -> bool:
     """Whether autograd runs a backward pass in this thread."""
     return backward_pass() != -1
+
+
+@functools.cache
+def leave_out_of_compiler(modules: Sequence[str]) -> None:
+    """Have torch.compile not look into functions of these modules or packages; it does where torch cannot be told."""
+    add = _found("torch._dynamo.trace_rules.add")
+    for name in modules if add is not None else ():
+        add(name)
 
 
 # Tensors.

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 from typing import cast as typed
@@ -191,6 +192,12 @@ class DataParallel(AsDDP):
                 drop_gradient(output)  # Gradients that are accumulated here must not get it.
             call_at_begin(output, functools.partial(reducer.begin, weight))
         return output
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As of any module: the module inside is compiled, and not what is around it."""
+        importlib.import_module("torch._dynamo")
+        _ = self.forward  # Untraced from here on: what is traced must not be the looking up.
+        super().compile(*args, **kwargs)
 
     def _trains(self) -> bool:
         """Whether a backward pass may follow on the forward pass that is about to be made."""
