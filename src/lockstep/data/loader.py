@@ -284,7 +284,14 @@ def _check(loader: Any) -> None:
             f"shard() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}: it fetches with the "
             "loader's data set, sampler and collate_fn. Make a DataLoader whose batch_size is the global batch."
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise UsageError(
+            f"this {type(loader).__name__} was given a state before it was sharded, which would be forgotten. The "
+            "loader that shard() returns has a state of its own: save its state_dict(), and give it that again."
+        )
+    # torchdata's iterates as torch's does, and has a state besides, as what is returned here has.
+    walks_alone = type(loader).__iter__ is not DataLoader.__iter__
+    if walks_alone and not type(loader).__iter__.__module__.startswith("torchdata.stateful_dataloader."):
         raise UsageError(
             f"{type(loader).__name__} has an __iter__ of its own, which shard() would not call: it fetches "
             "with the loader's data set, sampler and collate_fn. Use torch's DataLoader."

@@ -7,6 +7,7 @@ constructor is not called, and what would reach torch's reducer is answered here
 
 import contextlib
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import UsageError
@@ -45,6 +47,8 @@ class AsDDP(DistributedDataParallel):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         _warn_of_deprecated(asked)
+        if options.keeps_buffers_equal and asked["broadcast_buffers"] and "timm.utils.distributed" in sys.modules:
+            _warn_of_equal_statistics(module)
         self.module = module
         self.world: World = data.all
         """The workers that train on different data: its rank, sums and means are for loaders and losses."""
@@ -368,6 +372,17 @@ _TYPE_NAMES = {
     torch.bfloat16: "c10::BFloat16",
 }
 """As torch's C++ has them."""
+
+
+def _warn_of_equal_statistics(module: nn.Module) -> None:
+    """Warn, for timm's training script, that averaging the statistics of batch norms over the workers does nothing."""
+    if any(isinstance(each, _BatchNorm) and not isinstance(each, SyncBatchNorm) for each in module.modules()):
+        warnings.warn(
+            "the running statistics of batch norms are worker 0's after every step, so timm's --dist-bn averages equal "
+            "numbers. To have each worker keep its own until then, give --no-ddp-bb (forward_sync_buffers=False here); "
+            "to have those of the whole batch all along, convert the model: lockstep.SyncBatchNorm.convert(net).",
+            stacklevel=4,
+        )
 
 
 def _warn_of_deprecated(asked: Mapping[str, Any]) -> None:
