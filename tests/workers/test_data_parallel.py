@@ -765,7 +765,7 @@ def test_mixed_kinds_of_weight_are_an_error_for_all(pool):
 def test_misuse_is_refused():
     with pytest.raises(lockstep.UsageError, match=r"torch\.nn\.Module"):
         lockstep.DataParallel("model")
-    model = lockstep.DataParallel(MLP())
+    lockstep.DataParallel(MLP())
     with pytest.raises(lockstep.UsageError, match=r"DistributedDataParallel already.*model\.module"):
         lockstep.DataParallel(nn.parallel.DistributedDataParallel(MLP()))
     with pytest.raises(lockstep.UsageError, match="no shape yet"):

@@ -73,6 +73,8 @@ class ShardedLoader:
         self._place = LoaderPlace(world.rank, world.size, world.agree_on_seed())
         pins = loader.pin_memory or (device is not None and device.type == "cuda")
         self._clock, self._parts = _open(loader, self._place, pins)
+        self._unseeded = [sampler.generator for sampler in _samplers(loader) if _seeds_itself(sampler, loader)]
+        """Of samplers: an epoch's order is to be the same on all workers, and in every run."""
         self._num_samples = 0
         self._epoch = 0
         self._next_epoch = 0
@@ -134,6 +136,8 @@ class ShardedLoader:
         epoch = self._epoch = self._next_epoch
         self._next_epoch = epoch + 1
         self._clock.epoch = epoch
+        for generator in self._unseeded:
+            generator.manual_seed(derive(self._place.seed, "order", epoch))
         for listener in listeners([self._loader.dataset, *_samplers(self._loader)]):
             listener.set_epoch(epoch)
         self._seed_processes(epoch)
@@ -265,6 +269,12 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
             found.append(sampler)
             sampler = getattr(sampler, "sampler", None)
     return found
+
+
+def _seeds_itself(sampler: Any, loader: DataLoader[Any]) -> bool:
+    """Whether a sampler has seeded a generator by chance, once, as those of torchdata's StatefulDataLoader do."""
+    generator = getattr(sampler, "generator", None)
+    return type(sampler).__module__.startswith("torchdata.") and generator not in (None, loader.generator)
 
 
 def _device(device: Device, world: World) -> torch.device | None:

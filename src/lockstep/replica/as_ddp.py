@@ -349,7 +349,7 @@ class _Hook(JoinHook):
         """The others make a step."""
         if self._reducer is not None:
             self._count_own()
-            self._reducer.shadow()
+            self._reducer.shadow(keeps_grads=False)  # torch's ZeroRedundancyOptimizer updates its part of the model.
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """No worker has a batch left."""

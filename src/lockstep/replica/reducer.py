@@ -345,8 +345,11 @@ class Reducer:
         self._open_step()
         self.finish()
 
-    def shadow(self) -> int:
-        """Take part in a step with nothing to add; returns how many workers had something."""
+    def shadow(self, *, keeps_grads: bool = True) -> int:
+        """Take part in a step with nothing to add; returns how many workers had something.
+
+        keeps_grads: False gives this worker the means as well, for an optimizer that updates its part of the model.
+        """
         self._prepare_buckets()
         self.grad_weight.withdraw()
         for bucket in self._queue.buckets.all:
@@ -355,6 +358,8 @@ class Reducer:
             self._notes.write(0.0, active=False)
             self._queue.exchange(self._notes)
             self._conclude(is_active=False)
+            if not keeps_grads:
+                self._placement.hand_out(self._queue.buckets.all, self._notes.used())
             return self._notes.num_active
         finally:
             self._reset()
