@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ NAMES = (
     "torch._C._current_graph_task_id",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C.Future",
+    "torch._dynamo.trace_rules.add",
     "torch._C._distributed_c10d",
     "torch._C._distributed_c10d.Backend._get_sequence_number_for_group",
     "torch.autograd.Variable._execution_engine.queue_callback",
@@ -32,6 +33,7 @@ NAMES = (
     "torch.distributed.distributed_c10d._set_pg_timeout",
     "torch.distributed.distributed_c10d._world",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+    "torch.distributed.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map",
     "torch.distributed.tensor.DTensor._local_tensor",
     "torch.distributed.tensor.DTensor._spec",
     "torch.Tensor._make_wrapper_subclass",
@@ -41,7 +43,8 @@ NAMES = (
 
 def missing() -> list[str]:
     """Those of NAMES that this torch has not."""
-    importlib.import_module("torch.distributed.tensor")  # Else loaded by those who use it: see `is_dtensor`.
+    for module in ("torch._dynamo", "torch.distributed.optim.apply_optimizer_in_backward", "torch.distributed.tensor"):
+        importlib.import_module(module)  # Else loaded by those who use it: see `is_dtensor`.
     return [name for name in NAMES if _found(name) is None]
 
 
@@ -61,6 +64,14 @@ def backward_pass() -> int:
 def in_backward() -> bool:
     """Whether autograd runs a backward pass in this thread."""
     return backward_pass() != -1
+
+
+@functools.cache
+def leave_out_of_compiler(modules: Sequence[str]) -> None:
+    """Have torch.compile not look into functions of these modules or packages; it does where torch cannot be told."""
+    add = _found("torch._dynamo.trace_rules.add")
+    for name in modules if add is not None else ():
+        add(name)
 
 
 # Tensors.
@@ -166,6 +177,22 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a hook of this optimizer's wants to be called at every step; True where this torch does not tell."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return any(getattr(optimizer, name, True) for name in names)
+
+
+def take_over_backward_steps(param: Tensor) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that torch's `_apply_optimizer_in_backward` would have stepped within the backward pass.
+
+    They are the caller's from here on: nothing of torch's calls them any more.
+    """
+    optimizers = getattr(param, "_in_backward_optimizers", ())
+    if optimizers:
+        handles = _needed(
+            "torch.distributed.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map",
+            "to have an optimizer step in the backward pass when gradients have been averaged",
+        )
+        for handle in handles.pop(param, ()):
+            handle.remove()
+    return list(optimizers)
 
 
 # Process groups.

@@ -572,7 +572,7 @@ def stops_early(world):
 def test_join_can_throw(pool):
     outcomes = pool.run(2, stops_early, expect_failure=True)
     assert not any(ok for ok, _ in outcomes)
-    assert "ran out of batches" in outcomes[0][1] and "ran out of batches" in outcomes[1][1]
+    assert "Rank 0 exhausted all inputs" in outcomes[0][1] and "Throwing across all ranks" in outcomes[1][1]
 
 
 # Hooks, attributes, misuse
@@ -767,15 +767,15 @@ def test_mixed_kinds_of_weight_are_an_error_for_all(pool):
 def test_misuse_is_refused():
     with pytest.raises(lockstep.UsageError, match=r"torch\.nn\.Module"):
         lockstep.DataParallel("model")
-    model = lockstep.DataParallel(MLP())
-    with pytest.raises(lockstep.UsageError, match="wrapped already"):
-        lockstep.DataParallel(model)
+    lockstep.DataParallel(MLP())
+    with pytest.raises(lockstep.UsageError, match=r"DistributedDataParallel already.*model\.module"):
+        lockstep.DataParallel(nn.parallel.DistributedDataParallel(MLP()))
     with pytest.raises(lockstep.UsageError, match="no shape yet"):
         lockstep.DataParallel(nn.LazyLinear(3))
     with pytest.raises(lockstep.UsageError, match="meta device"):
         lockstep.DataParallel(nn.Linear(2, 2, device="meta"))
-    with pytest.raises(lockstep.UsageError, match="cannot be copied"):
-        copy.deepcopy(model)
+    with pytest.raises(lockstep.UsageError, match=r"copy\.deepcopy\(model\.module\)"):
+        copy.deepcopy(lockstep.DataParallel(net := MLP(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), zero=1))
     with pytest.raises(lockstep.UsageError, match="one number"):
         lockstep.backward(torch.ones((), requires_grad=True), weight=torch.ones(3))
     with pytest.raises(lockstep.UsageError, match="zero or more"):

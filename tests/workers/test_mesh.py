@@ -553,7 +553,7 @@ def test_state_dropout_and_precision(pool, workers, zero, precision):
 
 def ends_early(world):
     net, _, model = begin((2, 2), ("dp", "tp"), "dp", 0)
-    with model.join():
+    with model.join(divide_by_initial_world_size=False):
         for step in range(3 + model.world.rank):
             loss_of(model, *global_batch(step)).backward()
             with torch.no_grad():

@@ -73,6 +73,8 @@ class ShardedLoader:
         self._place = LoaderPlace(world.rank, world.size, world.agree_on_seed())
         pins = loader.pin_memory or (device is not None and device.type == "cuda")
         self._clock, self._parts = _open(loader, self._place, pins)
+        self._unseeded = [sampler.generator for sampler in _samplers(loader) if _seeds_itself(sampler, loader)]
+        """Of samplers: an epoch's order is to be the same on all workers, and in every run."""
         self._num_samples = 0
         self._epoch = 0
         self._next_epoch = 0
@@ -134,6 +136,8 @@ class ShardedLoader:
         epoch = self._epoch = self._next_epoch
         self._next_epoch = epoch + 1
         self._clock.epoch = epoch
+        for generator in self._unseeded:
+            generator.manual_seed(derive(self._place.seed, "order", epoch))
         for listener in listeners([self._loader.dataset, *_samplers(self._loader)]):
             listener.set_epoch(epoch)
         self._seed_processes(epoch)
@@ -267,6 +271,12 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
     return found
 
 
+def _seeds_itself(sampler: Any, loader: DataLoader[Any]) -> bool:
+    """Whether a sampler has seeded a generator by chance, once, as those of torchdata's StatefulDataLoader do."""
+    generator = getattr(sampler, "generator", None)
+    return type(sampler).__module__.startswith("torchdata.") and generator not in (None, loader.generator)
+
+
 def _device(device: Device, world: World) -> torch.device | None:
     if device is False:
         return None
@@ -284,7 +294,14 @@ def _check(loader: Any) -> None:
             f"shard() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}: it fetches with the "
             "loader's data set, sampler and collate_fn. Make a DataLoader whose batch_size is the global batch."
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise UsageError(
+            f"this {type(loader).__name__} was given a state before it was sharded, which would be forgotten. The "
+            "loader that shard() returns has a state of its own: save its state_dict(), and give it that again."
+        )
+    # torchdata's iterates as torch's does, and has a state besides, as what is returned here has.
+    walks_alone = type(loader).__iter__ is not DataLoader.__iter__
+    if walks_alone and not type(loader).__iter__.__module__.startswith("torchdata.stateful_dataloader."):
         raise UsageError(
             f"{type(loader).__name__} has an __iter__ of its own, which shard() would not call: it fetches "
             "with the loader's data set, sampler and collate_fn. Use torch's DataLoader."

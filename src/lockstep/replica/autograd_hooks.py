@@ -17,8 +17,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.data import tree
 from lockstep.events import Events, Kind
-from lockstep.torch_private import backward_pass, queue_callback
+from lockstep.torch_private import backward_pass, leave_out_of_compiler, queue_callback
 from lockstep.world import PassEnds
+
+OWN_CODE = (
+    *("lockstep.comm", "lockstep.data", "lockstep.events", "lockstep.seeds", "lockstep.weight", "lockstep.world"),
+    *("lockstep.replica.agreement", "lockstep.replica.as_ddp", "lockstep.replica.autograd_hooks"),
+    *("lockstep.replica.grad_weight", "lockstep.replica.reducer"),
+)
+"""What runs in a forward pass besides the model, and is nothing to compile: 34 frames were, for one of a model."""
 
 
 class GradHooks:
@@ -132,6 +139,7 @@ class Untraced:
             return self._method
         if "torch._dynamo" not in sys.modules:
             return functools.partial(self._method, model)
+        leave_out_of_compiler(OWN_CODE)
         bound = functools.partial(self._method, weakref.proxy(model))  # The model is not to hold itself.
         model.__dict__["forward"] = torch.compiler.disable(bound, recursive=False)
         return model.__dict__["forward"]

@@ -102,8 +102,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input` of shape (N, C, ...)."""
         self._check_input_dim(input)
-        uses_batch = self.training or self.running_mean is None
-        world = join() if uses_batch else None
+        world = join() if self.training else None  # One worker may evaluate alone.
         if world is not None and self.process_group is not None:
             world = world.within(self.process_group)
         if world is None or world.size == 1:

@@ -2,23 +2,26 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
+from typing import cast as typed
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 from lockstep.data import batch as batches
 from lockstep.data import tree
 from lockstep.errors import UsageError
 from lockstep.events import Kind
-from lockstep.replica import agreement, clipping
+from lockstep.replica import clipping
+from lockstep.replica.as_ddp import AsDDP
 from lockstep.replica.autograd_hooks import PassEvents, Untraced, call_at_begin, drop_gradient
 from lockstep.replica.batch_norm import SyncBatchNorm
-from lockstep.replica.engine import Engine, StepShards, StrategyTensors
+from lockstep.replica.engine import StepShards, StrategyTensors
 from lockstep.replica.grad_weight import scale_grads
-from lockstep.replica.local_params import local_part
 from lockstep.replica.optimizer import IdleOptimizers
 from lockstep.replica.precision import DDPPrecision, Precision, cast, reduce_in
 from lockstep.replica.reducer import Reducer
@@ -30,7 +33,7 @@ from lockstep.wire.reduction import WireReduction
 from lockstep.world import join
 
 
-class DataParallel(nn.Module):
+class DataParallel(AsDDP):
     """Trains `module` on every worker as one worker would train it on the whole batch.
 
     After a backward pass, `param.grad` is on every worker `sum(weight * grad) / sum(weight)` over the workers: the
@@ -84,8 +87,6 @@ class DataParallel(nn.Module):
     to keep what a step frees for the next one (see replica/allocator.py).
     """
 
-    _engine_class: type[Engine] = Engine
-
     def __init__(
         self,
         module: nn.Module,
@@ -119,11 +120,13 @@ class DataParallel(nn.Module):
         shards: StepShards | None = None,
         reduces: bool = True,
     ) -> None:
-        super().__init__()
+        asked = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        starts = broadcast_buffers is not False or forward_sync_buffers is not None
+        keeps = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
         options = WrapOptions(
             init_sync=init_sync,
-            starts_buffers_equal=broadcast_buffers is not False,
-            keeps_buffers_equal=broadcast_buffers is not False and forward_sync_buffers is not False,
+            starts_buffers_equal=starts,
+            keeps_buffers_equal=keeps,
             bucket_cap_mb=bucket_cap_mb_list[-1] if bucket_cap_mb_list else bucket_cap_mb,
             optimizer=optimizer,
             zero=zero,
@@ -135,21 +138,20 @@ class DataParallel(nn.Module):
             reshard_after_forward=reshard_after_forward,
         )
         options.check(module)
-        self.module = module
+        data = data_worlds(process_group, device_mesh)
+        super().__init__(module, asked, options, data)
         self._ddp_precision = DDPPrecision(mixed_precision, module) if mixed_precision is not None else None
         self._compute_dtype = precision.params if precision is not None else None
-        data = data_worlds(process_group, device_mesh)
-        self.world = data.all
-        """The workers that train on different data: its rank, sums and means are for loaders and losses."""
-        self.world.agree_on_seed()
-        self.require_backward_grad_sync = True
         self._input_device = input_device(device_ids)
-        self._engine = self._engine_class(data, module, options, shards)
-        """All that is behind; the trainer, checkpoints and watchers reach it by this, and users need none of it."""
+        self.world.agree_on_seed()
+        self._made = self._engine_class(data, module, options, shards)
+        self._take_up()
+
+    def _take_up(self) -> None:
         reduce_dtype = self._ddp_precision.reduce_dtype if self._ddp_precision is not None else None
         reducer = self._engine.reducer
         if reducer is not None and reduce_dtype is not None:
-            self.register_comm_hook((reducer.group, reduce_dtype), reduce_in)
+            reducer.use_hook((reducer.group, reduce_dtype), reduce_in)
         if self._engine.number == 0:
             self.world.on_leave.append(IdleOptimizers(self.world.rank).release)
         self.world.replicas.add(self)
@@ -162,6 +164,9 @@ class DataParallel(nn.Module):
         if self._input_device is not None:
             with events.copying():
                 inputs, kwargs = batches.move((inputs, kwargs), self._input_device, non_blocking=True)
+        if self._made is None and not self._trains():
+            with self.world.own_stream("copy", torch_only=True, device=self.world.device):
+                return self._compute(inputs, kwargs)
         engine, reducer = self._engine, self._engine.reducer
         step = reducer.step if reducer is not None else -1
         is_pass = torch.is_grad_enabled() and (reducer is not None or bool(events))
@@ -175,13 +180,14 @@ class DataParallel(nn.Module):
             reducer.before_forward(self.require_backward_grad_sync, weight)
         if is_pass and engine.split is not None and _computes_in_half(self.world.device):
             engine.split.expect_overflows()  # A gradient scaler may decide by the gradients whether to step.
-        if self._compute_dtype is not None:
-            inputs, kwargs = cast((inputs, kwargs), self._compute_dtype)  # type: ignore[misc]
+        if is_pass and self.require_backward_grad_sync:
+            self._tell_join_context()
+        if is_pass:
+            self._call_buffer_hook(is_before=True)
         with engine.own_numbers:
-            if self._ddp_precision is not None:
-                output = self._ddp_precision.call(inputs, kwargs)
-            else:
-                output = self.module(*inputs, **kwargs)
+            output = self._compute(inputs, kwargs)
+        if is_pass:
+            self._call_buffer_hook(is_before=False)
         if is_pass and events:
             events.emit(Kind.FORWARDED, step)
             if reducer is None or not self.require_backward_grad_sync:
@@ -192,9 +198,27 @@ class DataParallel(nn.Module):
             call_at_begin(output, functools.partial(reducer.begin, weight))
         return output
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As of any module: the module inside is compiled, and not what is around it."""
+        importlib.import_module("torch._dynamo")
+        _ = self.forward  # Untraced from here on: what is traced must not be the looking up.
+        super().compile(*args, **kwargs)
+
+    def _trains(self) -> bool:
+        """Whether a backward pass may follow on the forward pass that is about to be made."""
+        return torch.is_grad_enabled() and any(param.requires_grad for param in self.module.parameters())
+
+    def _compute(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns, in the dtypes that were asked for."""
+        if self._compute_dtype is not None:
+            inputs, kwargs = cast((inputs, kwargs), self._compute_dtype)  # type: ignore[misc]
+        if self._ddp_precision is not None:
+            return self._ddp_precision.call(inputs, kwargs)
+        return self.module(*inputs, **kwargs)
+
     def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Weight | None:
         """The weight of the batch that the inputs are of; batch norms ask the world's `hand_outs` for it."""
-        if self._engine.is_driven or not self.world.hand_outs.have_begun:
+        if (self._made is not None and self._made.is_driven) or not self.world.hand_outs.have_begun:
             self.world.hand_outs.find_none()
             return None
         tensors = [leaf for leaf in tree.leaves((inputs, kwargs)) if isinstance(leaf, Tensor)]
@@ -211,7 +235,8 @@ class DataParallel(nn.Module):
     def release(self) -> None:
         """Let go of everything that belongs to the world; called when it is left."""
         self.world.release()
-        self._engine.release()
+        if self._made is not None:
+            self._made.release()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -282,21 +307,26 @@ class DataParallel(nn.Module):
 
     def join(
         self,
-        divide_by_initial_world_size: bool = False,
+        divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
         """A block in which workers may have different numbers of batches: nobody waits for one that has none left.
 
-        Gradients are the mean over the workers that had a batch; `divide_by_initial_world_size=True` divides by the
-        number of all workers instead, which is torch DDP's default. After the block all workers have the weights
-        and buffers of the one that made the most steps. Optimizer state of workers that ended early is not brought
-        up to date. All workers must enter the block; models with SyncBatchNorm cannot, since their forward pass
-        needs everybody.
+        Gradients are divided by the number of all workers, as torch DDP does; `divide_by_initial_world_size=False`
+        gives the mean over those that had a batch. After the block all workers have the weights and buffers of the one
+        that made the most steps. Optimizer state of workers that ended early is not brought up to date. All workers
+        must enter the block; models with SyncBatchNorm cannot, since their forward pass needs everybody.
+
+        throw_on_early_termination: end the block on all workers, by an exception, when the first one has no batch left.
+        For several models and torch's ZeroRedundancyOptimizer together there is torch's `Join([model, ...])`.
         """
         if not enable:
             return contextlib.nullcontext()
         self._require_whole("model.join()")
+        if throw_on_early_termination:
+            joined = Join([self], True, True, divide_by_initial_world_size=divide_by_initial_world_size)
+            return typed("contextlib.AbstractContextManager[None]", joined)
         if any(isinstance(each, SyncBatchNorm | nn.SyncBatchNorm) for each in self.module.modules()):
             raise UsageError(
                 "model.join() cannot run a model with SyncBatchNorm: its forward pass needs every worker. Give all "
@@ -304,8 +334,7 @@ class DataParallel(nn.Module):
             )
         if self._engine.reducer is None:
             return contextlib.nullcontext()
-        mode = JoinMode(is_uneven=not divide_by_initial_world_size, stops=throw_on_early_termination)
-        return self._joined(self._engine.reducer, mode)
+        return self._joined(self._engine.reducer, JoinMode(is_uneven=not divide_by_initial_world_size))
 
     @contextlib.contextmanager
     def _joined(self, reducer: Reducer, mode: JoinMode) -> Iterator[None]:
@@ -318,32 +347,10 @@ class DataParallel(nn.Module):
         first_step = reducer.step
         with reducer.joining(mode):
             yield
-            own_steps = reducer.step - first_step
+            num_own = reducer.step - first_step
             while reducer.shadow():
-                if mode.stops:
-                    raise UsageError(f"worker {self.world.rank} ran out of batches before the others.")
-            steps = self.world.gather_json(own_steps)
-            if len(set(steps)) > 1:
-                state = [local_part(each) for each in (*self.module.parameters(), *self.module.buffers())]
-                with torch.no_grad():
-                    agreement.broadcast(state, self.world, steps.index(max(steps)), reducer.group)
-
-    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        """Reduce buckets by `hook(state, bucket)`, which returns the averaged flat tensor or a Future of it.
-
-        `bucket` has the methods of torch's GradBucket, so torch's own hooks can be given.
-        """
-        self._require_whole("register_comm_hook")
-        if not callable(hook):
-            raise UsageError(f"register_comm_hook: the hook must be callable, got {type(hook).__name__}.")
-        if self._engine.reducer is not None:
-            self._engine.reducer.use_hook(state, hook)
-
-    def _require_whole(self, what: str) -> None:
-        if self._engine.wire is not None:
-            raise UsageError(f"{what} does not go with wire=...: that already says how buckets are reduced.")
-        if self._engine.split is not None:
-            raise UsageError(f"{what} needs every worker to have every gradient; it works with zero=0 only.")
+                pass
+            self._become_equal(num_own)
 
     def clip_grad_norm_(
         self,
@@ -382,9 +389,6 @@ class DataParallel(nn.Module):
                 param.grad = None
             elif param.grad is not None:
                 param.grad.zero_()
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise UsageError("a DataParallel model cannot be copied or pickled; do that with model.module.")
 
 
 def _num_samples(weight: Weight | None, inputs: Any) -> float:

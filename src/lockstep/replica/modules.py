@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import UsageError
 from lockstep.replica.batch_norm import SyncBatchNorm
@@ -25,12 +26,17 @@ from lockstep.seeds import derive
 def contents(module: nn.Module) -> tuple[list[str], list[nn.Parameter], list[tuple[nn.Module, str]]]:
     """Names, parameters, and where each buffer lives; without those that torch's users had DDP ignore.
 
+    Nor those of a part that is wrapped already, whose own wrapper sends them.
+
     Parameters are as the engine sees them: of a DTensor what this worker holds, see local_params.py.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    named = [(name, param) for name, param in module.named_parameters() if name not in ignored]
+    wrapped = [inner for inner in module.modules() if isinstance(inner, DistributedDataParallel)]
+    seen = {id(tensor) for inner in wrapped for tensor in (*inner.parameters(), *inner.buffers())}
+    named = [
+        (name, param) for name, param in module.named_parameters() if name not in ignored and id(param) not in seen
+    ]
     owners = []
-    seen: set[int] = set()
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
             full_name = f"{prefix}.{name}" if prefix else name

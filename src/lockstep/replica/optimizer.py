@@ -30,6 +30,7 @@ from lockstep.errors import UsageError
 from lockstep.replica.layout import Fragment, in_memory_order
 from lockstep.replica.local_params import local_part, whole_param
 from lockstep.replica.params import BucketPart
+from lockstep.torch_private import take_over_backward_steps
 
 SHAPE = (12, 16)
 CUTS = (70, 74)
@@ -42,6 +43,27 @@ TOLERANCE = 1e-3
 rows differs by far more."""
 ROUNDING = 1e-5
 """A way no longer than this says nothing."""
+
+
+class BackwardSteps:
+    """Optimizers of single parameters that are to step within the backward pass: here, when it has averaged."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._of_param: list[tuple[Tensor, Sequence[torch.optim.Optimizer]]] = []
+
+    def find(self) -> None:
+        """Called before the first pass: they may be attached after the model was wrapped."""
+        found = [(param, take_over_backward_steps(whole_param(param))) for param in self._params]
+        self._of_param += [(param, optimizers) for param, optimizers in found if optimizers]
+
+    def step(self) -> None:
+        """Gradients are averages now: update by them, and drop them."""
+        for param, optimizers in self._of_param:
+            if param.grad is not None:
+                for optimizer in optimizers:
+                    optimizer.step()
+                param.grad = None
 
 
 class Grain(enum.Enum):

@@ -41,6 +41,7 @@ from lockstep.replica.bucket_queue import BucketQueue, GradObserver
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.collectives import finish
 from lockstep.replica.grad_weight import GradWeight
+from lockstep.replica.optimizer import BackwardSteps
 from lockstep.replica.placement import Placement, SplitPlacement
 from lockstep.replica.reduction import CodedReduction, HookReduction, Partials
 from lockstep.replica.step_state import JoinMode, PassPhase, PassProgress, StepNotes, StepState
@@ -90,10 +91,14 @@ class Reducer:
         self.inputs: SameInputs | None = SameInputs(world)
         """What looks whether the workers train on different samples, until it knows."""
         self._hooks = GradHooks(shared.params, self.arrive)
+        self._backward_steps = BackwardSteps(shared.params)
         self._number = world.replicas.pass_ends.next_number()
         self._under_way: Callable[[], Any] = lambda: None
         """The backward pass that has begun and not ended, whether it sends or accumulates."""
         self._now = StepState()
+        self.is_graph_static = True
+        """Whether the same parameters have been used here in all steps so far."""
+        self._unused: list[int] | None = None
         self._prepare_buckets()
 
     @property
@@ -152,6 +157,14 @@ class Reducer:
             self._split.before_pass()
         now = self._now
         now.syncs, now.weight, now.is_expected = syncs, weight, True
+        self._hooks.attach()
+        if not self.step:
+            self._backward_steps.find()
+
+    def send_next_pass(self) -> None:
+        """Let the next backward pass send, though the forward passes that it is over were to accumulate."""
+        self._abandon_broken_pass()
+        self._now.syncs = self._now.is_expected = True
         self._hooks.attach()
 
     @contextlib.contextmanager
@@ -249,6 +262,8 @@ class Reducer:
             self.begin(now.weight)
             now = self._now  # A broken pass may have come to its end there.
         now.has_arrived = True
+        if param.grad is None:
+            return  # The pass came to the parameter, and brought nothing.
         if self._placement.gathered is not None:
             self._placement.gathered.look()
         if not self.step:
@@ -288,10 +303,13 @@ class Reducer:
         if self._world.events:
             self._queue.tell_arrivals()
             self._world.events.emit(Kind.WAITING, self.step, spent_ns=now.spent_ns)
+        unused = self._queue.buckets.missing(now.touched)
+        self.is_graph_static = self.is_graph_static and self._unused in (None, unused)
+        self._unused = unused
         try:
             self._notes.write(
                 weight.counted,
-                self._queue.buckets.missing(now.touched),
+                unused,
                 self.shared.buffers.changed(),
                 explicit=weight.is_explicit,
                 extra=bool(now.late),
@@ -300,6 +318,7 @@ class Reducer:
             self._conclude(is_active=True)
         finally:
             self._reset()
+        self._backward_steps.step()
         if self._world.events:
             self._world.events.emit(Kind.SYNCED, self.step - 1)
 
@@ -326,8 +345,11 @@ class Reducer:
         self._open_step()
         self.finish()
 
-    def shadow(self) -> int:
-        """Take part in a step with nothing to add; returns how many workers had something."""
+    def shadow(self, *, keeps_grads: bool = True) -> int:
+        """Take part in a step with nothing to add; returns how many workers had something.
+
+        keeps_grads: False gives this worker the means as well, for an optimizer that updates its part of the model.
+        """
         self._prepare_buckets()
         self.grad_weight.withdraw()
         for bucket in self._queue.buckets.all:
@@ -336,6 +358,8 @@ class Reducer:
             self._notes.write(0.0, active=False)
             self._queue.exchange(self._notes)
             self._conclude(is_active=False)
+            if not keeps_grads:
+                self._placement.hand_out(self._queue.buckets.all, self._notes.used())
             return self._notes.num_active
         finally:
             self._reset()
@@ -360,7 +384,7 @@ class Reducer:
     def _conclude(self, *, is_active: bool) -> None:
         """Let all be what the workers agreed on, if the step counts; one without a batch keeps its gradients."""
         self._notes.require_valid(self.step)
-        self._divide(is_active=is_active)
+        self._divide()
         self._hand_out(is_active=is_active)
         if self.observer is not None:
             self.observer.see_sums(self.step, self.buckets)
@@ -374,11 +398,9 @@ class Reducer:
             self._wire.end_pass()
         self._queue.step += 1
 
-    def _divide(self, *, is_active: bool) -> None:
+    def _divide(self) -> None:
         """Divide the sums by the weight that turned out, where it was not known before."""
         notes, weight, buckets, mode = self._notes, self.grad_weight, self._queue.buckets, self._join_mode
-        if mode is not None and mode.stops and is_active and notes.num_active < self._world.size:
-            raise UsageError(f"worker {self._world.rank}: another worker ran out of batches before this one.")
         weight.settle(notes.counted, is_explicit=notes.is_explicit, is_uneven=mode is not None and mode.is_uneven)
         if weight.divisor is not None:
             sent = [bucket for bucket in buckets.all if bucket.place not in buckets.unsent]
@@ -465,6 +487,10 @@ class Reducer:
         """The step has come to its end, or to nothing."""
         self._queue.reset()
         self._now = StepState()
+
+    def detach(self) -> None:
+        """Hear of no gradient any more."""
+        self._hooks.detach()
 
     def release(self) -> None:
         """Let go of the group; nothing can be reduced from here on."""

@@ -80,8 +80,6 @@ class JoinMode:
 
     is_uneven: bool
     """Whether the total weight is that of the workers with a batch, known only after the reduction."""
-    stops: bool
-    """Whether the first worker without a batch is an error for all."""
 
 
 _COUNTED, _VOID, _EXTRA, _ACTIVE, _EXPLICIT = range(5)
@@ -158,8 +156,8 @@ class StepNotes:
 
     @property
     def counted(self) -> Tensor:
-        """The sum of what was counted, as a share of what was expected; on the bucket's device."""
-        return self._tail[_COUNTED].clone()
+        """The sum of what was counted, as a share of what was expected; in the bucket, until the next step."""
+        return self._tail[_COUNTED]
 
     @property
     def has_extra(self) -> bool:

@@ -68,8 +68,6 @@ class WrapOptions:
 def _require_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(f"DataParallel takes a torch.nn.Module, got {type(module).__name__}.")
-    if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "require_backward_grad_sync"):
-        raise UsageError("this model is wrapped already: give DataParallel the module itself.")
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UsageError(f"{name!r} has no shape yet: run a forward pass of the lazy module before wrapping it.")
@@ -123,7 +121,9 @@ class DataWorlds:
 def data_worlds(group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> DataWorlds:
     """The workers to reduce over."""
     if group is not None and mesh is not None:
-        raise UsageError("DataParallel takes process_group or device_mesh, not both.")
+        raise UsageError(
+            "Cannot specify both process_group and device_mesh arguments. A mesh has groups: give device_mesh alone."
+        )
     world = join()
     if mesh is None or mesh.ndim == 1:
         given = mesh if mesh is not None else group
