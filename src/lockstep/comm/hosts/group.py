@@ -41,7 +41,7 @@ class HostsGroup(FlatGroup):
             return raised
 
         super().__init__(store, Place(rank, len(peers)), host, operations, operations, Queue("lockstep-hosts", fail))
-        self._places, self._links, self._operations = places, links, operations
+        self._places, self._links, self.operations = places, links, operations
         self._num_called = 0
 
     @property
@@ -57,15 +57,15 @@ class HostsGroup(FlatGroup):
 
         def add(lanes: Tensor, cuts: Cuts, out: Tensor | None) -> None:
             if out is None:
-                self._operations.add_all(adding.of(lanes), lanes[-1])
+                self.operations.add_all(adding.of(lanes), lanes[-1])
             else:
-                self._operations.add_parts(adding.of(lanes), cuts, out)
+                self.operations.add_parts(adding.of(lanes), cuts, out)
 
         return add
 
     def share(self, flats: Sequence[tuple[Tensor, Spans]]) -> ShmWork:
         """See FlatGroup."""
-        return self.submit("share", lambda: self._operations.share(flats), [flat for flat, _ in flats])
+        return self.submit("share", lambda: self.operations.share(flats), [flat for flat, _ in flats])
 
     @property
     def writes_for(self) -> tuple[int, ...]:
