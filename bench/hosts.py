@@ -116,7 +116,9 @@ def chunks(options: argparse.Namespace, world: lockstep.World) -> None:
 
         return action
 
-    measured = interleave.measure(world, {f"{mb:g}": reduce(mb) for mb in options.chunks}, rounds=options.rounds, warmup=2)
+    measured = interleave.measure(
+        world, {f"{mb:g}": reduce(mb) for mb in options.chunks}, rounds=options.rounds, warmup=2
+    )
     if world.is_main:
         print(f"2 hosts of {os.environ[WORKERS]}, {options.mbit:g} Mbit/s, {BUCKET_MB} MB. {measured}")
         for name, seconds in measured.times.items():

@@ -55,7 +55,13 @@ class Link:
         `more` goes into their environment.
         """
         environ = os.environ | {"WORLD_SIZE": str(2 * workers), "LOCAL_WORLD_SIZE": str(workers)}
-        environ |= {"MASTER_PORT": "29500", "MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", **more}
+        environ |= {
+            "MASTER_PORT": "29500",
+            "MASTER_ADDR": ADDRESSES[0],
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "OMP_NUM_THREADS": "1",
+            **more,
+        }
         environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # The namespaces have no name service, of which torch would warn.
         command = [sys.executable, *sys.argv]
         started = []
