@@ -329,7 +329,6 @@ def calls_something_else(world):
 
 
 @needs_hosts
-def test_different_calls_are_told_on_their_host_and_end_on_the_other(workers):
+def test_different_calls_are_told_on_every_host(workers):
     found = workers.run((2, 2), calls_something_else)
-    assert all("worker 2 reduce_scatter" in text and "worker 3 barrier" in text for _, text in found[2:]), found
-    assert all(each is not None for each in found), found
+    assert all(name == "UsageError" and "worker 3 barrier" in text for name, text in found), found

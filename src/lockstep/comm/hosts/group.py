@@ -31,13 +31,13 @@ class HostsGroup(FlatGroup):
         places = Places.of([peer.host for peer in peers], rank)
         here = tuple(peers[each] for each in places.ranks[places.mine])
         host = Host(dist.PrefixStore(f"host{places.mine}", store), places.local, here, timeout, Turn())
-        links = Links(store, rank, len(peers), timeout, host.barrier.look)
+        links = Links(store, rank, peers, timeout, host.barrier.look)
         operations = HostsOperations(places, host, links)
 
         def fail(error: BaseException) -> LockstepError:
             """Break the group for the workers of this host, and let those of others know."""
             raised = host.barrier.fail(error)
-            links.close()
+            links.close(host.barrier.error or raised)
             return raised
 
         super().__init__(store, Place(rank, len(peers)), host, operations, operations, Queue("lockstep-hosts", fail))

@@ -22,8 +22,8 @@ order that follows from the operation alone. A message that is waited for is sen
 place; so a chain of waits ends with a worker that computes, or is gone:
 
     a worker dies        those of its host see it at their barrier, within 0.2 s, and those with a message under way see
-                         its connection close; each of them breaks the group for its host and closes its own
-                         connections (`HostsGroup.fail`), so that the news reaches everybody who waits, hop by hop
+                         its connection close; each of them breaks the group for its host, says why in the store, and
+                         closes its own connections (`Links.close`), so that the news reaches all who wait, hop by hop
     a host loses power,  nothing closes: who waits for a message from there waits. The thread that trains waits for the
     or its link is cut   operation in slices (peers.py), and raises when a launcher has said that the host is gone, or
                          at the world's deadline, with the names of those who do not answer; the messages' own deadline
