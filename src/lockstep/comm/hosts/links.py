@@ -45,7 +45,6 @@ class Links:
         """To other workers, by operations of the group."""
         self._look = look
         self._store, self._peers, self._me = store, peers, peers[rank]
-        self._other = (rank + 1) % len(peers)
         self._is_closed = False
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Posted:
@@ -93,9 +92,15 @@ class Links:
             said = {"usage": isinstance(why, UsageError), "ranks": ranks, "text": str(why)[:1000]}
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.set(f"broken/{self._me.host}", json.dumps(said))
-        with contextlib.suppress(RuntimeError):
-            never = self.gloo.recv([torch.empty(1, dtype=torch.uint8)], self._other, CLOSING_TAG)
-            never.wait(timedelta(milliseconds=1))
+        for other in range(len(self._peers)):
+            if self._peers[other] is self._me:
+                continue
+            try:
+                never = self.gloo.recv([torch.empty(1, dtype=torch.uint8)], other, CLOSING_TAG)
+                never.wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "timed out" in str(error).lower():
+                    break  # Else that one was closed already, and others may not be.
 
     def _explained(self, other: Peer, error: RuntimeError) -> LockstepError:
         """What to raise when the connection to `other` broke, or nothing came."""
