@@ -49,20 +49,29 @@ class Link:
         """Start `command` in the namespace of `side` (0 or 1)."""
         return subprocess.Popen(["ip", "netns", "exec", self._names[side], *command], env=environ)
 
-    def run_here(self, **more: str) -> None:
-        """Run this very script once more on each side, as the two workers of a world; raises SystemExit if one fails.
+    def run_here(self, workers: int = 1, **more: str) -> None:
+        """Run this very script as so many workers on each side, all of one world; raises SystemExit if one fails.
 
         `more` goes into their environment.
         """
-        environ = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
-        environ |= {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", **more}
+        environ = os.environ | {"WORLD_SIZE": str(2 * workers), "LOCAL_WORLD_SIZE": str(workers)}
+        environ |= {
+            "MASTER_PORT": "29500",
+            "MASTER_ADDR": ADDRESSES[0],
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "OMP_NUM_THREADS": "1",
+            **more,
+        }
         environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # The namespaces have no name service, of which torch would warn.
         command = [sys.executable, *sys.argv]
-        workers = [self.start(rank, command, environ | {"RANK": str(rank)}) for rank in range(2)]
+        started = []
         try:
-            has_failed = _await(workers)
+            for rank in range(2 * workers):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank % workers)}
+                started.append(self.start(rank // workers, command, environ | place))
+            has_failed = _await(started)
         finally:
-            for worker in workers:
+            for worker in started:
                 worker.kill()
                 worker.wait()
         if has_failed:

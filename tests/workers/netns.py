@@ -5,6 +5,7 @@ every process in them.
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -59,6 +60,18 @@ class Host:
                 stdout=said,
                 stderr=subprocess.STDOUT,
             )
+
+    def limit(self, mbit: int) -> None:
+        """Let this host send no faster than this."""
+        shape = ["tbf", "rate", f"{mbit}mbit", "burst", "256k", "latency", "50ms"]
+        subprocess.run(["tc", "-n", self.name, "qdisc", "replace", "dev", "eth0", "root", *shape], check=True)
+
+    def enter(self) -> None:
+        """Have the calling process, which has one thread, on this host from now on."""
+        new_network = 0x40000000  # CLONE_NEWNET
+        with Path(f"/var/run/netns/{self.name}").open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), new_network):
+                raise OSError(ctypes.get_errno(), "setns")
 
     def cut(self) -> None:
         """Cut the link: nobody is told."""

@@ -27,7 +27,7 @@ DEADLINE_S = 150
 TRAIN = """
 import hashlib, os, time, torch, lockstep
 from torch import nn
-world = lockstep.join(timeout=60, backend="gloo")
+world = lockstep.join(timeout=60)
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)

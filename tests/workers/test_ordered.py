@@ -7,7 +7,7 @@ import torch
 from amount import some
 
 from lockstep.comm.memory import Request, memory_of
-from lockstep.comm.tree import ByMessages, InMemory, ShardTree, even_cuts, halves
+from lockstep.comm.tree import ByMessages, ShardTree, even_cuts, halves, in_memory
 
 BACKENDS = ["shm", "gloo"]
 SHARDS = 8
@@ -38,7 +38,7 @@ def lanes_of(world, tree, numel, dtype, memory):
 def reductions(world, tree):
     yield ByMessages(tree, world.group, torch.device("cpu"))
     if world.backend == "shm":
-        yield InMemory(tree, world.group)
+        yield in_memory(tree, world.group, torch.device("cpu"))
 
 
 def reduced(world, numel, dtype):

@@ -20,7 +20,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from lockstep import environment, torch_private
 from lockstep.comm import meeting, shm
+from lockstep.comm.flat_group import FlatGroup, Spans
 from lockstep.comm.generations import Generation, Generations
 from lockstep.comm.peers import Peer, Peers
 from lockstep.comm.shm.group import ShmGroup
@@ -64,7 +65,7 @@ class Membership:
     device: torch.device
     """Where this worker computes."""
     backend: str
-    """What carries tensors of `device`: nccl, gloo or shm."""
+    """What carries tensors of `device`: nccl, gloo, shm, or hosts."""
     peers: Peers
     group: dist.ProcessGroup | None
     """The torch process group for tensors on `device`; None in a world of one that has none."""
@@ -79,7 +80,7 @@ class Membership:
 
 def alone(device: torch.device, timeout: timedelta) -> Membership:
     """A world of one. It opens a group if it can, for scripts that call torch.distributed themselves."""
-    name = choose_backend(device, on_one_host=False)  # Any will do; gloo is always there.
+    name = choose_backend(device, ())  # Any will do; gloo is always there.
     group: dist.ProcessGroup | None = None
     try:
         dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -96,9 +97,8 @@ def meet(launch: Launch, device: torch.device, backend: str | None, timeout: tim
     store, peers = meeting.Roster(whole, me, launch.size, timeout, where).agree()
     _refuse_outsiders(launch, peers)
     me = peers[launch.rank]
-    on_one_host = all(peer.host == me.host for peer in peers)
     meeting.choose_interface(me, peers)
-    name = backend or choose_backend(device, on_one_host=on_one_host)
+    name = backend or choose_backend(device, peers)
     shm.register()
     try:
         dist.init_process_group(
@@ -148,8 +148,7 @@ def _open(generations: Generations, generation: Generation, device: torch.device
     store = generations.enter(generation)
     rank, size = generations.rank, len(generation.members)
     me = generation.peers[rank]
-    on_one_host = all(peer.host == me.host for peer in generation.peers)
-    name = generations.backend or choose_backend(device, on_one_host=on_one_host)
+    name = generations.backend or choose_backend(device, generation.peers)
     meeting.choose_interface(me, generation.peers)
     shm.register()
     # Else NCCL ends the process of whoever has lost a peer. Recovery ends its groups, and opens others.
@@ -159,10 +158,9 @@ def _open(generations: Generations, generation: Generation, device: torch.device
     )
     group = dist.group.WORLD
     assert group is not None
-    if isinstance(group, ShmGroup):
+    if isinstance(group, FlatGroup):
         group.set_timeout(timeout + MARGIN)
     else:
-        assert group is not None
         torch_private.set_timeout(group, timeout + MARGIN)
     peers = Peers(me, generation.peers, store if size > 1 else None, timeout, generations.secret)
     return _in_default_group(device, peers, None, owns_group=True)
@@ -194,11 +192,14 @@ def choose_device(asked: str | torch.device | None, local_rank: int | None) -> t
     return device
 
 
-def choose_backend(device: torch.device, *, on_one_host: bool) -> str:
+def choose_backend(device: torch.device, peers: Sequence[Peer]) -> str:
     """The backend for tensors on `device`, in torch.distributed's words; host memory always has one too."""
     if device.type == "cuda":
         return "cpu:gloo,cuda:nccl"
-    return "shm" if on_one_host and shm.is_supported() else "gloo"
+    num_hosts = len({peer.host for peer in peers})
+    if num_hosts == len(peers) or not shm.is_supported():  # One worker a host: all links are alike.
+        return "gloo"
+    return shm.NAME if num_hosts == 1 else shm.HOSTS
 
 
 def new_group(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -216,7 +217,7 @@ def new_group(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dis
 def host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """A group of the same workers that carries host memory: `group` itself where it can."""
     config = dist.get_backend_config(group)
-    if "gloo" in config or "shm" in config:
+    if any(name in config for name in ("gloo", shm.NAME, shm.HOSTS)):
         return group
     return new_group(group, "gloo", timeout)
 
@@ -292,6 +293,23 @@ def shares_memory(group: dist.ProcessGroup | None, device: torch.device) -> bool
     return isinstance(group, ShmGroup) and device.type == "cpu"
 
 
+def shares_params(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether the workers of a host have memory of `group` in common, for what is split over all: see `share`."""
+    return isinstance(group, FlatGroup) and device.type == "cpu"
+
+
+def share(group: dist.ProcessGroup, flats: Sequence[tuple[torch.Tensor, Spans]]) -> Any:
+    """Start making all workers see what each has changed in memory of a group that `shares_params`; see FlatGroup."""
+    assert isinstance(group, FlatGroup)
+    return group.share(flats)
+
+
+def writes_for(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks whose spans of such memory this worker writes; see FlatGroup."""
+    assert isinstance(group, FlatGroup)
+    return group.writes_for
+
+
 def moves_parts(group: dist.ProcessGroup) -> bool:
     """Whether the backend has a reduce-scatter and an all-gather of its own.
 
@@ -303,7 +321,7 @@ def moves_parts(group: dist.ProcessGroup) -> bool:
 
 def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """Start replacing `flat` by the sum of every worker's; returns what to wait for."""
-    if isinstance(group, ShmGroup) and flat.is_cpu:
+    if isinstance(group, FlatGroup) and flat.is_cpu:
         return group.allreduce([flat], _LATER)  # What torch does around it takes as long as a small message.
     return dist.all_reduce(flat, group=group, async_op=True)
 

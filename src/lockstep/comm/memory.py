@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.flat_group import FlatGroup
 from lockstep.comm.shm import allocate_common as allocate_common
-from lockstep.comm.shm.group import ShmGroup
 
 LINE_BYTES = 64
 KEPT_BYTES = 1 << 20
@@ -53,7 +53,7 @@ class SharedMemory(Memory):
     One that has become twice as large as is needed is given back for a smaller one.
     """
 
-    def __init__(self, group: ShmGroup) -> None:
+    def __init__(self, group: FlatGroup) -> None:
         self._group = group
         self._arena: Tensor | None = None
 
@@ -113,6 +113,6 @@ class TurnsMemory(Memory):
 
 def memory_of(group: dist.ProcessGroup, device: torch.device) -> Memory:
     """What gives `group` its flat buffers on `device`."""
-    if isinstance(group, ShmGroup) and device.type == "cpu":
+    if isinstance(group, FlatGroup) and device.type == "cpu":
         return SharedMemory(group)
     return Memory()

@@ -14,7 +14,8 @@ A worker owns a run of shards. It adds within the largest nodes that lie in its 
 that part from all workers, adds along the tree, and either keeps the result or sends it to all. That moves the bytes of
 a ring: (N-1)/N of a lane each way, and once more per further root on the way there.
 
-    InMemory       over shm, in memory of the group: owners read the others' lanes where they are
+    InMemory       over shm, in memory of the group: owners read the others' lanes where they are; over hosts, so within
+                   each host, and what these have is added between them (see hosts/operations.py)
     ByMessages     anywhere else, by sends and receives, beside the backward pass
 
 **Several messages in a row.** A reduction by messages is more than one collective: what is sent second depends on what
@@ -36,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.shm.group import ShmGroup
+from lockstep.comm.flat_group import AddAlong, Cuts, FlatGroup
 from lockstep.comm.shm.queue import Queue
 from lockstep.comm.shm.segment import BLOCK_BYTES, cut
 
@@ -91,23 +92,27 @@ class ShardTree:
     @functools.cached_property
     def sums(self) -> Sums:
         """How the contributions are added."""
-        leaves = [root for roots in self.roots for root in roots]
-        numbers = {root: number for number, root in enumerate(leaves)}
-        steps: list[tuple[int, int]] = []
-
-        def number_of(node: Node) -> int:
-            if node in numbers:
-                return numbers[node]
-            left, right = halves(node)
-            steps.append((number_of(left), number_of(right)))
-            return len(leaves) + len(steps) - 1
-
-        number_of((0, self.shards))
-        return Sums(tuple(steps))
+        return sums_of((0, self.shards), [root for roots in self.roots for root in roots])
 
     def are_halves(self, left: Node, right: Node) -> bool:
         """Whether these two nodes are what one node of the tree is the sum of."""
         return left[1] == right[0] and _has((0, self.shards), (left[0], right[1]), left[1])
+
+
+def sums_of(node: Node, leaves: Sequence[Node]) -> Sums:
+    """How `node` is added from `leaves`, nodes of the tree that it consists of."""
+    numbers = {leaf: number for number, leaf in enumerate(leaves)}
+    steps: list[tuple[int, int]] = []
+
+    def number_of(each: Node) -> int:
+        if each in numbers:
+            return numbers[each]
+        left, right = halves(each)
+        steps.append((number_of(left), number_of(right)))
+        return len(leaves) + len(steps) - 1
+
+    number_of(node)
+    return Sums(tuple(steps))
 
 
 def run(shards: int, workers: int, rank: int) -> Node:
@@ -144,9 +149,6 @@ def _has(node: Node, wanted: Node, middle: int) -> bool:
 
 # --- Reductions along the tree ---
 
-Cuts = Sequence[tuple[int, int]]
-"""First and last-but-one element of the part that each worker adds."""
-
 
 class Ordered(Protocol):
     """Adds along a tree. `lanes` is a matrix: one row per lane, all workers' alike."""
@@ -164,8 +166,11 @@ class Ordered(Protocol):
 
 
 def in_memory(tree: ShardTree, group: dist.ProcessGroup | None, device: torch.device) -> "InMemory | None":
-    """What adds along `tree` where the workers of `group` see one another's memory (see memory.py); else None."""
-    return InMemory(tree, group) if isinstance(group, ShmGroup) and device.type == "cpu" else None
+    """What adds along `tree` where workers of `group` see one another's memory (see memory.py); else None."""
+    if not isinstance(group, FlatGroup) or device.type != "cpu":
+        return None
+    add = group.adder(tree)
+    return InMemory(tree, group, add) if add is not None else None
 
 
 def even_cuts(numel: int, size: int, itemsize: int) -> Cuts:
@@ -174,25 +179,25 @@ def even_cuts(numel: int, size: int, itemsize: int) -> Cuts:
 
 
 class InMemory:
-    """Over shm: the lanes of all workers are in shared memory."""
+    """Over shm, or hosts: the lanes of the workers of a host are in shared memory."""
 
-    def __init__(self, tree: ShardTree, group: ShmGroup) -> None:
-        self.tree, self._group = tree, group
+    def __init__(self, tree: ShardTree, group: FlatGroup, add: AddAlong) -> None:
+        self.tree, self._group, self._add = tree, group, add
 
     def all_reduce(self, lanes: Tensor) -> Any:
         """See Ordered."""
-        return self._add(lanes, even_cuts(lanes.shape[1], self.tree.workers, lanes.itemsize), None)
+        return self._start(lanes, even_cuts(lanes.shape[1], self.tree.workers, lanes.itemsize), None)
 
     def reduce_scatter(self, lanes: Tensor, cuts: Cuts, out: Tensor) -> Any:
         """See Ordered."""
-        return self._add(lanes, cuts, out)
+        return self._start(lanes, cuts, out)
 
-    def _add(self, lanes: Tensor, cuts: Cuts, out: Tensor | None) -> Any:
-        return self._group.add_along(lanes, self.tree.contributions, self.tree.sums, cuts, out)
+    def _start(self, lanes: Tensor, cuts: Cuts, out: Tensor | None) -> Any:
+        return self._group.submit("add_along", functools.partial(self._add, lanes, cuts, out), [lanes])
 
     def release(self) -> None:
         """Let go of the group."""
-        del self._group
+        del self._group, self._add
 
 
 class ByMessages:

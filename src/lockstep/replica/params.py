@@ -8,7 +8,8 @@ fragment of a parameter that no worker used has no gradient, as the parameter it
 Where the parameters lie between two steps:
 
     SharedParams   one copy for all workers of a host, in shared memory: the owner of a part updates it where every
-                   worker reads it, so there is nothing to send. Two barriers keep updates away from readers.
+                   worker reads it, so there is nothing to send within a host; other hosts get it once each. Two
+                   barriers keep updates away from readers.
     KeptParams     a copy on every worker; after the update every worker gathers the parts of the others.
 
 What is gathered only while it is used is in gathered_params.py.
@@ -23,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.group import all_gather, moves_parts, waited_for
+from lockstep.comm.flat_group import Spans
+from lockstep.comm.group import all_gather, moves_parts, share, waited_for, writes_for
 from lockstep.comm.memory import allocate_common
 from lockstep.replica.collectives import finish
 from lockstep.replica.layout import BucketPlan, FlatSpan, Fragment, are_equal, fragments, in_memory_order, view_of
@@ -192,31 +194,37 @@ class FlatParams:
 
 
 class SharedParams(FlatParams):
-    """One copy for all workers."""
+    """One copy for all workers of a host."""
 
     def __init__(self, world: World, group: dist.ProcessGroup) -> None:
         super().__init__(world, group)
-        self._placed: list[tuple[Tensor, BucketPlan, Sequence[Tensor], FlatSpan]] = []
+        self._placed: list[tuple[Tensor, BucketPlan, Sequence[Tensor], Sequence[FlatSpan]]] = []
 
     def place(
         self, plan: BucketPlan, params: Sequence[Tensor], spans: Sequence[FlatSpan], dtype: torch.dtype
     ) -> Tensor:
         """Every worker fills its part of the copy; all look at all of it from then on."""
         flat = allocate_common(self._group, plan.tail_offset, dtype)
-        own = spans[self._world.rank]
-        flat[own.begin : own.end] = cut_out(plan, params, own, dtype)
+        for span in self._written(spans):
+            flat[span.begin : span.end] = cut_out(plan, params, span, dtype)
         self._meet("sharing its parameters")
         _look_at(flat, plan, params)
-        self._placed.append((flat, plan, params, own))
+        self._placed.append((flat, plan, params, spans))
+        own = spans[self._world.rank]
         return flat[own.begin : own.end]
+
+    def _written(self, spans: Sequence[FlatSpan]) -> list[FlatSpan]:
+        """What this worker writes of the copy where all do alike."""
+        return [spans[rank] for rank in writes_for(self._group)]
 
     def before_step(self) -> None:
         """No worker may still be reading, in a backward pass or in an evaluation after it."""
         self._meet("about to update parameters")
 
     def after_step(self) -> None:
-        """No worker may read before all parts are updated."""
-        self._meet("waiting for updated parameters")
+        """No worker may read before all parts are updated, and have come from other hosts."""
+        flats = [(flat, [(span.begin, span.end) for span in spans]) for flat, _, _, spans in self._placed]
+        self._meet("waiting for updated parameters", flats)
 
     def whole(self, call: str) -> Iterator[None]:
         """Every worker has a copy, since what all do alike must not be done several times; parts count at the end."""
@@ -228,14 +236,15 @@ class SharedParams(FlatParams):
         try:
             yield
         finally:
-            for copy, (flat, plan, params, own) in zip(copies, self._placed, strict=True):
-                flat[own.begin : own.end].copy_(copy[own.begin : own.end])
+            for copy, (flat, plan, params, spans) in zip(copies, self._placed, strict=True):
+                for span in self._written(spans):
+                    flat[span.begin : span.end].copy_(copy[span.begin : span.end])
                 _look_at(flat, plan, params)
             self._meet("changing all parameters")
 
-    def _meet(self, doing: str) -> None:
-        barrier = partial(dist.barrier, group=self._group, async_op=True)
-        finish(barrier, self._world, torch.device("cpu"), doing)
+    def _meet(self, doing: str, flats: Sequence[tuple[Tensor, Spans]] = ()) -> None:
+        """Return when all workers of this host have come here, and have what is to come from others of `flats`."""
+        finish(partial(share, self._group, flats), self._world, torch.device("cpu"), doing)
 
 
 class KeptParams(FlatParams):

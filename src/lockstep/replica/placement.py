@@ -5,8 +5,8 @@
                       sees. That is ZeRO, in three stages: 1 splits the optimizer's state, 2 the gradients as well
                       (beyond its part a worker keeps none), 3 the parameters as well
 
-On one host over shared memory parameters exist once for all workers from stage 1 on, so stage 3 is stage 2 there: what
-it would gather and release is never there twice.
+Over shared memory parameters exist once for all workers of a host from stage 1 on, so stage 3 is stage 2 there: what it
+would gather and release is never there twice.
 
 The reducer decides when a bucket travels; a placement owns the reduction, and decides who gets what of it.
 """
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm.group import shares_memory
+from lockstep.comm.group import shares_memory, shares_params
 from lockstep.comm.memory import Memory, TurnsMemory, memory_of
 from lockstep.errors import UsageError
 from lockstep.replica import allocator
@@ -107,7 +107,7 @@ class SplitPlacement(Placement):
         numbers: list[int] = []
         self._flat_params: FlatParams
         is_shared = shares_memory(group, world.device)
-        if is_shared:
+        if shares_params(group, world.device):
             self._flat_params = SharedParams(world, group)
         elif stage < 3:
             self._flat_params = KeptParams(world, group)

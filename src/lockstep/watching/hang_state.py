@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from lockstep import torch_private
-from lockstep.comm.shm.group import ShmGroup
+from lockstep.comm.flat_group import FlatGroup
 from lockstep.frames import PACKAGES, Stack, at, is_own, is_own_file, listing, own_frame, stacks, words
 from lockstep.replica.bucket import Bucket
 from lockstep.replica.data_parallel import DataParallel
@@ -225,8 +225,8 @@ def _call_counts() -> dict[str, int]:
     for group, name in torch_private.group_names().items():
         for kind in ("cpu", "cuda"):
             # Asked for its part for CUDA by torch's name, a group in shared memory would open one.
-            is_shm = isinstance(group, ShmGroup)
-            backend = group.backend_in_use(kind) if is_shm else torch_private.backend_of(group, kind)
+            is_ours = isinstance(group, FlatGroup)
+            backend = group.backend_in_use(kind) if is_ours else torch_private.backend_of(group, kind)
             count = torch_private.num_collectives(backend) if backend is not None else None
             if count is not None:
                 counts[f"{name}/{kind}"] = count

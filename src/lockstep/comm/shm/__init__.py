@@ -1,4 +1,4 @@
-"""`shm`, a torch.distributed backend for CPU workers of one host.
+"""`shm`, a torch.distributed backend for CPU workers of one host; and how it and `hosts` are made known to torch.
 
 `import lockstep` makes the name known; then `dist.init_process_group("shm")`, `"cpu:shm,cuda:nccl"` and
 `dist.new_group(backend="shm")` give a `ShmGroup`. A tensor of `allocate` is reduced where it lies. Any other is
@@ -9,6 +9,7 @@ import torch by itself: `lockstep run` would wait seconds for it before it start
 yet, the import system is asked to say when it has come; and this module imports torch only inside its functions.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import platform
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from lockstep.comm.shm.group import ShmGroup
+    from lockstep.comm.flat_group import FlatGroup
 
 __all__ = ["allocate", "allocate_common", "is_supported", "register", "release"]
 
 NAME = "shm"
+HOSTS = "hosts"
 
 
 def is_supported() -> bool:
@@ -53,18 +55,18 @@ def allocate_common(group: "dist.ProcessGroup", numel: int, dtype: "torch.dtype"
 
 def release(group: "dist.ProcessGroup", tensor: "torch.Tensor") -> None:
     """Let go of memory from `allocate` before the group ends; it is freed when no tensor over it is left."""
-    from lockstep.comm.shm.group import ShmGroup
+    from lockstep.comm.flat_group import FlatGroup
 
-    if isinstance(group, ShmGroup):
+    if isinstance(group, FlatGroup):
         group.release(tensor)
 
 
-def _checked(group: "dist.ProcessGroup", name: str) -> "ShmGroup":
-    from lockstep.comm.shm.group import ShmGroup
+def _checked(group: "dist.ProcessGroup", name: str) -> "FlatGroup":
+    from lockstep.comm.flat_group import FlatGroup
     from lockstep.errors import UsageError
 
-    if not isinstance(group, ShmGroup):
-        raise UsageError(f"shm.{name} needs a group of backend shm, not {type(group).__name__}.")
+    if not isinstance(group, FlatGroup):
+        raise UsageError(f"shm.{name} needs a group of backend shm or hosts, not {type(group).__name__}.")
     return group
 
 
@@ -72,11 +74,13 @@ def _checked(group: "dist.ProcessGroup", name: str) -> "ShmGroup":
 
 
 def register() -> None:
-    """Make `shm` known to torch.distributed; calling it again does nothing."""
+    """Make `shm` and `hosts` known to torch.distributed; calling it again does nothing."""
     import torch.distributed as dist
 
-    if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    for name in (NAME, HOSTS) if dist.is_available() else ():
+        if name not in dist.Backend.backend_list:
+            create = functools.partial(_create, name)
+            dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
 def register_when_torch_is_there() -> None:
@@ -87,25 +91,32 @@ def register_when_torch_is_there() -> None:
         sys.meta_path.insert(0, _Watch())
 
 
-def _create(options: Any, _: object) -> "ShmGroup":
-    """What torch calls to make a group."""
+def _create(name: str, options: Any, _: object) -> "FlatGroup":
+    """What torch calls to make a group; of one host, `hosts` is `shm`."""
     import torch.distributed as dist
 
     from lockstep.errors import LaunchError
 
     if not is_supported():
         raise LaunchError(
-            "backend shm needs Linux (memfd and futex) on a machine whose system calls it knows, and this is "
+            f"backend {name} needs Linux (memfd and futex) on a machine whose system calls it knows, and this is "
             f"{platform.system()} on {platform.machine()}. Use gloo: join(backend='gloo') or "
             "init_process_group('gloo')."
         )
+    from lockstep.comm.hosts.group import HostsGroup
     from lockstep.comm.shm.group import ShmGroup
+    from lockstep.comm.shm.segment import roll_call
 
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group) or list(range(size))
     deadline = timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout
     generation = options.store.add(f"joins/{rank}", 1)  # A store that outlives a group must not show the old one.
-    return ShmGroup(dist.PrefixStore(f"shm/{generation}", options.store), rank, size, ranks, deadline)
+    store = dist.PrefixStore(f"{name}/{generation}", options.store)
+    if name == HOSTS:
+        peers = roll_call(store, rank, size, ranks, deadline)
+        if len({peer.host for peer in peers}) > 1:
+            return HostsGroup(store, rank, peers, deadline)
+    return ShmGroup(store, rank, size, ranks, deadline)
 
 
 class _Watch(importlib.abc.MetaPathFinder):

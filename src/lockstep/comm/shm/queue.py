@@ -217,7 +217,7 @@ class Queue:
     def __init__(self, name: str, fail: Callable[[BaseException], BaseException], turn: Turn | None = None) -> None:
         """turn: what operations ask while they wait for others; with it, a waiter may carry them out."""
         self._name = name
-        self._fail = fail
+        self.fail = fail
         """Turns what an operation raised into what its caller gets."""
         self._turn = turn or Turn()
         self._can_be_helped = turn is not None
@@ -247,7 +247,7 @@ class Queue:
         except BaseException as error:
             if not self._is_here():
                 raise
-            failure = self._fail(error)
+            failure = self.fail(error)
             if failure is error or not isinstance(error, Exception):
                 raise  # An interrupt in mid-operation leaves the group broken, and is the caller's own.
             raise failure from error
@@ -318,7 +318,7 @@ class Queue:
         except BaseException as caught:
             if not self._is_here():
                 raise  # Nothing was begun.
-            error = self._fail(caught)
+            error = self.fail(caught)
             if error is not caught and wanted is not None:
                 raised = caught if between is not None or not isinstance(caught, Exception) else None
         finally:

@@ -21,7 +21,7 @@ All tensors here are flat and contiguous.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,6 +108,17 @@ class Reduction:
         if self._averages:
             self._divide(total)
         out.copy_(total)
+
+    def among(self, size: int) -> "Reduction":
+        """The same of `size` contributions, as a step of a larger one, at whose end an average is to be divided."""
+        if self._averages and self._wide == torch.int32:
+            raise UsageError("backend hosts cannot average torch.bool. Cast the tensor, or choose another reduction.")
+        return replace(self, size=size, _averages=False, _is_one_step=size == 2 and self._wide is None)
+
+    def divide(self, total: Tensor) -> None:
+        """Make an average of the sum of all; nothing else needs it."""
+        if self._averages:
+            self._divide(total)
 
     def _divide(self, total: Tensor) -> None:
         if total.is_floating_point() or total.is_complex():

@@ -165,6 +165,18 @@ def as_bytes(flat: Tensor) -> Tensor:
 
 def meet(store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: timedelta) -> tuple[Peer, ...]:
     """Who is behind each rank; raises LaunchError if they are not all on this host."""
+    peers = roll_call(store, rank, size, ranks, timeout)
+    elsewhere = [peer for peer in peers if peer.host != peers[rank].host]
+    if elsewhere:
+        raise LaunchError(
+            f"worker {peers[rank].rank}: backend shm needs all workers on one host (and in one container), and "
+            f"{', '.join(map(str, elsewhere))} run elsewhere. Use hosts, or gloo."
+        )
+    return peers
+
+
+def roll_call(store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: timedelta) -> tuple[Peer, ...]:
+    """Who is behind each rank, wherever that is."""
     me = Peer.me(ranks[rank])
     store.set(f"peer/{rank}", me.format())
     deadline = time.monotonic() + timeout.total_seconds()
@@ -178,14 +190,7 @@ def meet(store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout:
             )
 
     values = await_keys(store, [f"peer/{other}" for other in range(size)], watch, "meeting")
-    peers = tuple(Peer.parse(value.decode()) for value in values)
-    elsewhere = [peer for peer in peers if peer.host != me.host]
-    if elsewhere:
-        raise LaunchError(
-            f"worker {me.rank}: backend shm needs all workers on one host (and in one container), and "
-            f"{', '.join(map(str, elsewhere))} run elsewhere. Use gloo."
-        )
-    return peers
+    return tuple(Peer.parse(value.decode()) for value in values)
 
 
 def watch_peers(
