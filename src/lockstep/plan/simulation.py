@@ -195,9 +195,7 @@ def _simulate(given: StepInputs) -> StepTimes:
     wait = compute * (slow - 1.0)
     exposed = max(0.0, lanes.now - compute - wait - optimizer)
     data = max(0.0, given.loader_s * passes - lanes.now)
-    return StepTimes(
-        compute, wait, exposed, optimizer, data, lanes.now + data, lanes.network_s, sent, lanes.spans
-    )
+    return StepTimes(compute, wait, exposed, optimizer, data, lanes.now + data, lanes.network_s, sent, lanes.spans)
 
 
 def _shares(ready: list[float]) -> list[float]:
@@ -306,7 +304,7 @@ def reduce_seconds(given: StepInputs, kind: str, num_bytes: float) -> float:
 
 
 def message_seconds(given: StepInputs, kind: str, num_bytes: float) -> float:
-    """A collective over all workers, of a tensor of so many bytes (of the whole one, where it is scattered or gathered)."""
+    """A collective over all workers, of a tensor that has so many bytes as a whole."""
     if given.workers <= 1:
         return 0.0
     if given.algorithm != FASTEST:
