@@ -236,13 +236,20 @@ def _is_gathered(layer: Layer, workload: Workload) -> bool:
 
 
 def speed(
-    workload: Workload, machine: Machine, choices: Choices | None = None, constants: Constants | None = None
+    workload: Workload,
+    machine: Machine,
+    choices: Choices | None = None,
+    constants: Constants | None = None,
+    batch: int | None = None,
 ) -> Speed:
-    """What is predicted of this workload on this machine."""
+    """What is predicted of this workload on this machine.
+
+    batch: samples that count, where the last micro-batches of some workers are not full.
+    """
     given = step_inputs(workload, machine, choices, constants)
     times = simulation.simulate(given)
     alone = simulation.simulate(replace(given, workers=1)).step_s
-    batch = machine.workers * workload.micro_batch * workload.accumulation
+    batch = batch or machine.workers * workload.micro_batch * workload.accumulation
     samples_per_s = batch / times.step_s
     peak = machine.device.peak(workload.precision) * machine.workers
     return Speed(
@@ -267,10 +274,10 @@ def strong_scaling(
 ) -> list[Speed]:
     """The same global batch on more and more workers, as far as there is a sample for each.
 
-    Where the batch does not divide, a worker's part is rounded up: the slowest has so much to do.
+    Where the batch does not divide, a step takes as long as the largest part of it.
     """
     return [
-        speed(workload.trained_by(size), machine.of(size), choices, constants)
+        speed(workload.trained_by(size), machine.of(size), choices, constants, workload.batch)
         for size in sizes
         if size <= workload.batch
     ]
