@@ -232,7 +232,7 @@ def _times(made: "Plan") -> list[str]:
     return [
         f"a step: {milliseconds(1e3 * times.step_s)} ({', '.join(parts)})",
         f"  {number(speed.units_per_s)} {made.workload.unit}/s, {number(speed.units_per_s_per_worker)} a worker; "
-        f"efficiency {percent(speed.efficiency)}, MFU {percent(speed.mfu)}; {size(times.sent_bytes)} sent by each worker",
+        f"efficiency {percent(speed.efficiency)}, MFU {percent(speed.mfu)}; each worker sends {size(times.sent_bytes)}",
     ]
 
 
@@ -290,7 +290,7 @@ def _errors(made: "Plan", *, with_rows: bool) -> list[str]:
 
     def line(errors: "Errors") -> str:
         return (
-            f"  {errors.what}: median {percent(errors.median)}, worst {percent(errors.worst)} over {errors.count} runs; "
+            f"  {errors.what}: median {percent(errors.median)}, worst {percent(errors.worst)} of {errors.count} runs; "
             f"constant efficiency: {percent(errors.baseline)}"
         )
 
@@ -345,7 +345,7 @@ def _predict(args: argparse.Namespace) -> int:
     errors = published.summarised(predictions, calibration)
     if errors.count:
         print(
-            f"\nmedian error {percent(errors.median)}, worst {percent(errors.worst)} over {errors.count} runs; constant "
+            f"\nmedian error {percent(errors.median)}, worst {percent(errors.worst)} of {errors.count} runs; constant "
             f"efficiency: {percent(errors.baseline)}; calibrated on {len(calibration.runs)} runs"
         )
     return 0

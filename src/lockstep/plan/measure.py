@@ -71,7 +71,7 @@ def _core() -> tuple[Device, float]:
     source, target = np.ones(_COPY_BYTES, dtype=np.uint8), np.empty(_COPY_BYTES, dtype=np.uint8)
     copied = _COPY_BYTES / min(_seconds(lambda: np.copyto(target, source)) for _ in range(_TRIES))
     flops = 2.0 * _SIDE**3 / product
-    if not os.environ.get("OMP_NUM_THREADS") == "1":
+    if os.environ.get("OMP_NUM_THREADS") != "1":
         flops /= max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     return Device("cpu", {"fp32": flops}, 0.0, 2 * copied, 10.0, "timed here", "cpu"), copied
 
