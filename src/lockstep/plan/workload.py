@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Checkpointing = Literal["none", "selective", "full"]
-"""Which activations are computed again in the backward pass: none, those of attention's inside, those of every block."""
+"""Which activations are computed again in the backward pass: none, those inside attention, those of every block."""
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "amp", "fp8")
 """fp32, tf32: everything in 4 bytes, products in that arithmetic. amp: parameters and gradients in 4 bytes, products
@@ -38,7 +38,7 @@ class Layer:
     block: int = -1
     """The repeated block it belongs to, which is checkpointed and gathered (zero=3) as one; -1 for none."""
     tied: int = 0
-    """Elements that it shares with an earlier layer: they are no parameters of its own, but their gradient comes late."""
+    """Elements that it shares with an earlier layer: no parameters of its own, and their gradient comes late."""
 
     @property
     def num_params(self) -> int:
