@@ -32,6 +32,8 @@ class Device:
     source: str = ""
     kind: str = "gpu"
     """"gpu" or "cpu"."""
+    products_share: float = 0.8
+    """Of its peak, what large products alone reach: clocks fall where all of the device works."""
 
     def peak(self, precision: str) -> float:
         """The peak of the products of a workload's precision; that of the next wider one the device can do."""
@@ -73,7 +75,7 @@ class Measured:
     """What was measured on this machine, where it was: it takes the place of what is assumed of others."""
 
     products_share: float = 1.0
-    """Of `Device.flops`, which were measured too, what products within a model get."""
+    """Of `Device.flops`, which were measured too, what products within a model get; other work of it counted in."""
     message_s: float = 0.0
     """What one collective call takes by itself."""
     launch_s: float = 0.0
@@ -140,6 +142,7 @@ PCIE_LATENCY_S = 8e-6
 SHARED_MEMORY_LATENCY_S = 10e-6
 
 _NVIDIA = "NVIDIA's data sheet; dense, without sparsity"
+_AMD = "AMD's data sheet; dense, without sparsity"
 
 
 def _gpu(
@@ -148,12 +151,20 @@ def _gpu(
     memory_gb: float,
     memory_tb_per_s: float,
     watts: float,
-    *,
+    products_share: float = 0.8,
     source: str = _NVIDIA,
     **tera: float,
 ) -> Device:
-    flops = {"fp32": fp32 * _TERA} | {precision: value * _TERA for precision, value in tera.items()}
-    return Device(name, flops, memory_gb * GB, memory_tb_per_s * 1e12, watts, source)
+    """A device by its figures; what it does in bf16 it does in fp16."""
+    rates = {"fp32": fp32, **tera}
+    if "bf16" in rates:
+        rates["fp16"] = rates["bf16"]
+    flops = {precision: value * _TERA for precision, value in rates.items()}
+    return Device(name, flops, memory_gb * GB, memory_tb_per_s * 1e12, watts, source, products_share=products_share)
+
+
+def _fabric(gb_per_s: float) -> Link:
+    return Link("Infinity Fabric", gb_per_s * GB, NVLINK_LATENCY_S, PCIE_ACHIEVED)
 
 
 def _nvlink(gb_per_s: float) -> Link:
@@ -165,51 +176,29 @@ def _pcie(generation: int) -> Link:
 
 
 _KINDS = {
-    "b200": _Kind(_gpu("b200", 75, 180, 7.7, 1000, tf32=1125, bf16=2250, fp16=2250, fp8=4500), 8, _nvlink(900), 3200),
-    "h200": _Kind(
-        _gpu("h200", 67, 141, 4.8, 700, tf32=494.7, bf16=989.4, fp16=989.4, fp8=1978.9), 8, _nvlink(450), 3200
-    ),
-    "gh200": _Kind(
-        _gpu("gh200", 67, 96, 4.0, 700, tf32=494.7, bf16=989.4, fp16=989.4, fp8=1978.9), 4, _nvlink(450), 800
-    ),
-    "h100": _Kind(
-        _gpu("h100", 67, 80, 3.35, 700, tf32=494.7, bf16=989.4, fp16=989.4, fp8=1978.9), 8, _nvlink(450), 3200
-    ),
-    "h800": _Kind(
-        _gpu("h800", 67, 80, 3.35, 700, tf32=494.7, bf16=989.4, fp16=989.4, fp8=1978.9), 8, _nvlink(200), 3200
-    ),
-    "h100-pcie": _Kind(_gpu("h100-pcie", 51, 80, 2.0, 350, tf32=378, bf16=756, fp16=756, fp8=1513), 8, _pcie(5), 400),
-    "a100-80": _Kind(_gpu("a100-80", 19.5, 80, 2.039, 400, tf32=156, bf16=312, fp16=312), 8, _nvlink(300), 1600),
-    "a100-40": _Kind(_gpu("a100-40", 19.5, 40, 1.555, 400, tf32=156, bf16=312, fp16=312), 8, _nvlink(300), 1600),
-    "a800": _Kind(_gpu("a800", 19.5, 80, 2.039, 400, tf32=156, bf16=312, fp16=312), 8, _nvlink(200), 800),
-    "v100-16": _Kind(_gpu("v100-16", 15.7, 16, 0.9, 300, fp16=125), 8, _nvlink(150), 100),
-    "v100-32": _Kind(_gpu("v100-32", 15.7, 32, 0.9, 300, fp16=125), 8, _nvlink(150), 100),
+    "b200": _Kind(_gpu("b200", 75, 180, 7.7, 1000, 0.7, tf32=1125, bf16=2250, fp8=4500), 8, _nvlink(900), 3200),
+    "h200": _Kind(_gpu("h200", 67, 141, 4.8, 700, 0.7, tf32=494.7, bf16=989.4, fp8=1979), 8, _nvlink(450), 3200),
+    "gh200": _Kind(_gpu("gh200", 67, 96, 4.0, 700, 0.7, tf32=494.7, bf16=989.4, fp8=1979), 4, _nvlink(450), 800),
+    "h100": _Kind(_gpu("h100", 67, 80, 3.35, 700, 0.7, tf32=494.7, bf16=989.4, fp8=1979), 8, _nvlink(450), 3200),
+    "h800": _Kind(_gpu("h800", 67, 80, 3.35, 700, 0.7, tf32=494.7, bf16=989.4, fp8=1979), 8, _nvlink(200), 3200),
+    "h100-pcie": _Kind(_gpu("h100-pcie", 51, 80, 2.0, 350, 0.7, tf32=378, bf16=756, fp8=1513), 8, _pcie(5), 400),
+    "a100-80": _Kind(_gpu("a100-80", 19.5, 80, 2.039, 400, 0.86, tf32=156, bf16=312), 8, _nvlink(300), 1600),
+    "a100-40": _Kind(_gpu("a100-40", 19.5, 40, 1.555, 400, 0.86, tf32=156, bf16=312), 8, _nvlink(300), 1600),
+    "a800": _Kind(_gpu("a800", 19.5, 80, 2.039, 400, 0.86, tf32=156, bf16=312), 8, _nvlink(200), 800),
+    "v100-16": _Kind(_gpu("v100-16", 15.7, 16, 0.9, 300, 0.7, fp16=125), 8, _nvlink(150), 100),
+    "v100-32": _Kind(_gpu("v100-32", 15.7, 32, 0.9, 300, 0.7, fp16=125), 8, _nvlink(150), 100),
     "p100": _Kind(_gpu("p100", 10.6, 16, 0.732, 300, fp16=21.2), 8, _nvlink(80), 50),
     "p100-pcie": _Kind(_gpu("p100-pcie", 9.3, 16, 0.732, 250, fp16=18.7), 4, _pcie(3), 25),
     "k80": _Kind(_gpu("k80", 4.1, 12, 0.24, 150), 8, _pcie(3), 20),
-    "t4": _Kind(_gpu("t4", 8.1, 16, 0.32, 70, fp16=65), 4, _pcie(3), 50),
-    "l4": _Kind(_gpu("l4", 30.3, 24, 0.3, 72, tf32=60, bf16=121, fp16=121, fp8=242), 8, _pcie(4), 100),
-    "a10g": _Kind(_gpu("a10g", 31.2, 24, 0.6, 300, tf32=35, bf16=70, fp16=70), 8, _pcie(4), 100),
-    "a6000": _Kind(_gpu("a6000", 38.7, 48, 0.768, 300, tf32=77.4, bf16=154.8, fp16=154.8), 8, _pcie(4), 100),
-    "l40s": _Kind(_gpu("l40s", 91.6, 48, 0.864, 350, tf32=183, bf16=362, fp16=362, fp8=733), 8, _pcie(4), 400),
-    "rtx3090": _Kind(_gpu("rtx3090", 35.6, 24, 0.936, 350, tf32=35.6, bf16=71, fp16=71), 4, _pcie(4), 10),
-    "rtx4090": _Kind(
-        _gpu("rtx4090", 82.6, 24, 1.008, 450, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330), 4, _pcie(4), 10
-    ),
-    "mi250x": _Kind(
-        _gpu("mi250x", 95.7, 128, 3.277, 560, bf16=383, fp16=383, source="AMD's data sheet"),
-        4,
-        Link("Infinity Fabric", 150e9, NVLINK_LATENCY_S, 0.7),
-        800,
-    ),
-    "mi300x": _Kind(
-        _gpu(
-            "mi300x", 163.4, 192, 5.3, 750, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9, source="AMD's data sheet"
-        ),
-        8,
-        Link("Infinity Fabric", 448e9, NVLINK_LATENCY_S, 0.7),
-        3200,
-    ),
+    "t4": _Kind(_gpu("t4", 8.1, 16, 0.32, 70, 0.6, fp16=65), 4, _pcie(3), 50),
+    "l4": _Kind(_gpu("l4", 30.3, 24, 0.3, 72, 0.6, tf32=60, bf16=121, fp8=242), 8, _pcie(4), 100),
+    "a10g": _Kind(_gpu("a10g", 31.2, 24, 0.6, 300, tf32=35, bf16=70), 8, _pcie(4), 100),
+    "a6000": _Kind(_gpu("a6000", 38.7, 48, 0.768, 300, tf32=77.4, bf16=154.8), 8, _pcie(4), 100),
+    "l40s": _Kind(_gpu("l40s", 91.6, 48, 0.864, 350, 0.7, tf32=183, bf16=362, fp8=733), 8, _pcie(4), 400),
+    "rtx3090": _Kind(_gpu("rtx3090", 35.6, 24, 0.936, 350, tf32=35.6, bf16=71), 4, _pcie(4), 10),
+    "rtx4090": _Kind(_gpu("rtx4090", 82.6, 24, 1.008, 450, tf32=82.6, bf16=165.2, fp8=330), 4, _pcie(4), 10),
+    "mi250x": _Kind(_gpu("mi250x", 95.7, 128, 3.277, 560, 0.5, _AMD, bf16=383), 4, _fabric(150), 800),
+    "mi300x": _Kind(_gpu("mi300x", 163.4, 192, 5.3, 750, 0.58, _AMD, bf16=1307.4, fp8=2614.9), 8, _fabric(448), 3200),
     "cpu": _Kind(
         Device(
             "cpu",

@@ -75,6 +75,8 @@ class StepInputs:
     """How many times as long as the others the slowest worker takes, where one is known to be slow."""
     loader_s: float = 0.0
     """What preparing one micro-batch takes, beside the training."""
+    between_s: float = 0.0
+    """What the loop does between two steps, on the worker itself; counted with the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ def _simulate(given: StepInputs) -> StepTimes:
                 sent += sent_bytes(given, kind, num_bytes * given.wire_factor)
         lanes.compute("backward", -1, given.backward_s * (1.0 - sum(shares[:buckets])) * slow, -1)
     lanes.run()
-    optimizer = given.optimizer_s / (given.workers if given.zero else 1)
+    optimizer = given.optimizer_s / (given.workers if given.zero else 1) + given.between_s
     lanes.compute("update", -1, optimizer, -1)
     lanes.run()
     if given.zero in (1, 2) and not is_alone:
