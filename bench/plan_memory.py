@@ -10,9 +10,10 @@ kind. The largest over the workers counts, and every row runs in workers of its 
 """
 
 import argparse
+import functools
 import gc
+import itertools
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,6 +26,10 @@ import lockstep
 from lockstep.bench.machine import MemorySampler, used_bytes
 from lockstep.bench.models import GPT2, MLP, Batch, ResNet, sequences
 from lockstep.demo.gpt import Shape
+from lockstep.plan import machine
+from lockstep.plan.memory import Memory, estimate
+from lockstep.plan.script import workload_of
+from lockstep.plan.tracing import StepTrace, trace_step
 
 MB = 1e6
 STEPS = 4
@@ -102,9 +107,9 @@ def make(model: str, *, tiny: bool, checkpointing: bool) -> nn.Module:
     return net
 
 
-def batch_of(model: str, net: nn.Module, size: int) -> Batch:
-    """A random batch for it."""
-    generator = torch.Generator().manual_seed(1)
+def batch_of(model: str, net: nn.Module, size: int, rank: int) -> Batch:
+    """A random batch for it, another one on every worker."""
+    generator = torch.Generator().manual_seed(1 + rank)
     if model in ("gpt", "bert"):
         return sequences(net.tokens.num_embeddings, size, 128, generator)
     shape = (3, 32, 32) if model == "cnn" else (net.head.in_features,)
@@ -134,7 +139,7 @@ def measure(model: str, optimizer: str, zero: int, checkpointing: bool, backend:
 
 def _peak(world: lockstep.World, model: str, optimizer: str, zero: int, checkpointing: bool, *, tiny: bool) -> int:
     net = make(model, tiny=tiny, checkpointing=checkpointing)
-    batch = batch_of(model, net, 2 if tiny else MODELS[model][1])
+    batch = batch_of(model, net, 2 if tiny else MODELS[model][1], world.rank)
     chosen = optimizer_of(optimizer, net)
     wrapped = lockstep.DataParallel(net, optimizer=chosen, zero=zero)
     sampler = MemorySampler()
@@ -149,3 +154,68 @@ def _peak(world: lockstep.World, model: str, optimizer: str, zero: int, checkpoi
     peak = sampler.end()
     world.barrier()
     return peak
+
+
+def predict(model: str, optimizer: str, zero: int, checkpointing: bool, backend: str, workers: int) -> Memory:
+    """What `lockstep plan` says, by component."""
+    trace = traced(model, optimizer, checkpointing)
+    workload = workload_of(trace, name=model, batch=workers * trace.samples, zero=zero)
+    return estimate(workload, machine.assembled("cpu", workers, workers), trace, backend=backend)
+
+
+@functools.cache
+def traced(model: str, optimizer: str, checkpointing: bool) -> StepTrace:
+    """A step of it on fake tensors."""
+
+    def build() -> tuple[nn.Module, Sequence[Tensor], torch.optim.Optimizer]:
+        net = make(model, tiny=False, checkpointing=checkpointing)
+        return net, batch_of(model, net, MODELS[model][1], 0), optimizer_of(optimizer, net)
+
+    return trace_step(build)
+
+
+def main() -> None:
+    """Every row in turn; the worst and the median at the end."""
+    options = _options()
+    torch.set_num_threads(1)
+    print(f"{options.workers} workers; MB per worker, least and most of {options.workers} x {options.repeat} measured")
+    print(f"{'backend':9}{'model':6}{'optimizer':10}{'checkp.':9}{'zero':>4}{'predicted':>11}{'measured':>17}{'ratio':>8}")
+    ratios, rows = [], []
+    kinds = itertools.product(options.backends, options.models, options.optimizers, options.checkpointing, options.zero)
+    for backend, model, optimizer, kept, zero in kinds:
+        wanted = predict(model, optimizer, zero, kept == "full", backend, options.workers)
+        peaks = []
+        for _ in range(options.repeat):
+            args = (model, optimizer, zero, kept == "full", backend)
+            peaks += lockstep.launch(measure, workers=options.workers, args=args)
+        measured = max(peaks)
+        ratio = wanted.training / measured
+        ratios.append(abs(ratio - 1))
+        rows.append({"backend": backend, "model": model, "optimizer": optimizer, "checkpointing": kept, "zero": zero,
+                     "predicted": wanted.training, "measured": peaks, "components": dict(wanted.components())})
+        between = f"{min(peaks) / MB:.0f}-{measured / MB:.0f}"
+        print(
+            f"{backend:9}{model:6}{optimizer:10}{kept:9}{zero:>4}{wanted.training / MB:11.0f}{between:>17}{ratio:8.3f}",
+            flush=True,
+        )
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
+    off = sorted(ratios)
+    print(f"off by {off[len(off) // 2]:.1%} (median), {off[-1]:.1%} (worst) of {len(off)} rows; {sum(each <= 0.1 for each in off)} within 10 %")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--optimizers", nargs="+", choices=["adamw", "sgd"], default=["adamw", "sgd"])
+    parser.add_argument("--checkpointing", nargs="+", choices=["none", "full"], default=["none", "full"])
+    parser.add_argument("--zero", nargs="+", type=int, default=[0, 1, 2, 3])
+    parser.add_argument("--backends", nargs="+", choices=["shm", "gloo"], default=["shm"])
+    parser.add_argument("--repeat", type=int, default=1, help="how often each row is measured (default 1)")
+    parser.add_argument("--json", type=Path, help="also write all figures here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
