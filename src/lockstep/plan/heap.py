@@ -161,10 +161,10 @@ class Heap:
             self._touched[first:last] = b"\x01" * (last - first)
 
 
-def replay(heap: Heap, uses: Sequence[Use], *, is_first: bool = False) -> int:
+def replay(heap: Heap, uses: Sequence[Use], *, kept: int | None = None) -> int:
     """Have `uses`, in the order in which they come, take and give blocks; the most that the heap then has.
 
-    is_first: it is a first step, some of whose small objects stay.
+    kept: it is a first step, some of whose small objects stay: those with this number, and every KEPT_EVERY from there.
     """
     moments = [(use.born, 1, number) for number, use in enumerate(uses)]
     moments += [(use.died, 0, number) for number, use in enumerate(uses) if use.died is not None]
@@ -182,7 +182,7 @@ def replay(heap: Heap, uses: Sequence[Use], *, is_first: bool = False) -> int:
         heap.give(blocks.pop(number))
         for rest in rests.pop(number, ()):
             num_given += 1
-            if not (is_first and num_given % KEPT_EVERY == 0):
+            if kept is None or (num_given - kept) % KEPT_EVERY:
                 heap.give_rests([rest])
     return peak
 

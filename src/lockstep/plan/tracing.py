@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from lockstep.replica.modules import assign, find_blocks
 from lockstep.torch_private import in_backward
 
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+FORWARD, BACKWARD, UPDATE, SCRATCH = "forward", "backward", "update", "scratch"
 _aten = torch.ops.aten
 
 
@@ -42,7 +42,7 @@ class StorageUse:
     died: int | None
     """And with which it went; None if it is there after the step."""
     phase: str
-    """In which part of the step it came."""
+    """In which part of the step it came; or SCRATCH, for what a kernel has inside itself."""
     layer: int
     """The layer that had begun last."""
     is_saved: bool = False
@@ -253,7 +253,7 @@ class Tracer(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self.phase == FORWARD and in_backward():
             self.phase, self._backward_begun = BACKWARD, self._now
-        scratch = [self._add(size) for size in _scratch(func, args, result)]
+        scratch = [self._add(size, SCRATCH) for size in _scratch(func, args, result)]
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
@@ -276,9 +276,9 @@ class Tracer(TorchDispatchMode):
         if self._alive.pop(key, None) is not None:
             self._end(number)
 
-    def _add(self, num_bytes: int) -> int:
+    def _add(self, num_bytes: int, phase: str | None = None) -> int:
         self._now += 1
-        self._uses.append([num_bytes, self._now, None, self.phase, self._layer])
+        self._uses.append([num_bytes, self._now, None, phase or self.phase, self._layer])
         return len(self._uses) - 1
 
     def _end(self, number: int) -> None:
