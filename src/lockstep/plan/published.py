@@ -325,9 +325,9 @@ class Kernel:
     """How far residuals (logarithms) of two runs go together, as standard deviations of what they share."""
 
     all: float = 0.15
-    device: float = 0.25
+    device: float = 0.10
     """And the kind of arithmetic: tensor cores or not."""
-    source: float = 0.10
+    source: float = 0.15
     source_device: float = 0.08
     neighbour: float = 0.08
     """Of models of one source on one device that are of about one size."""

@@ -31,6 +31,8 @@ class Constants:
     """How many times faster 3x3 convolutions of stride 1 are in fp32 than their operations say (2.25 in theory)."""
     traffic: float = 4.0
     """How many times the kept activations pass through memory in a forward and a backward pass."""
+    picture_traffic: float = 12.0
+    """The same of convolutions with batch norms, which read and write each tensor several times."""
     autocast_traffic: float = 2.0
     """How many times as much it is under autocast, which casts, and keeps norms and losses in fp32."""
     optimizer_traffic: float = 2.0
@@ -161,6 +163,8 @@ def sample_seconds(workload: Workload, machine: Machine, constants: Constants) -
     rate = device.peak(precision) * share
     products = sum(_counted_flops(layer, workload, constants) for layer in workload.layers) / rate
     traffic = constants.traffic * (constants.autocast_traffic if precision == "amp" else 1.0)
+    if workload.buffer_bytes and any(layer.winograd_flops for layer in workload.layers):
+        traffic = constants.picture_traffic
     pass_traffic = traffic / 3 / device.memory_bytes_per_s
     forward = products + workload.activation_bytes * pass_traffic
     again = 0.0
