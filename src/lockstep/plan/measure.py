@@ -26,6 +26,7 @@ _TRIES = 5
 SMALL_BYTES, LARGE_BYTES = 4 << 10, 16 << 20
 """Sizes of the messages from which latency and bandwidth follow."""
 _ROUNDS = 12
+_WORK_S = 0.03
 
 
 def this_machine() -> Machine:
@@ -105,14 +106,14 @@ class LinkTest:
     """How many times as long as alone a worker computes when all of them do."""
 
 
-def test_link(world: Any, *, rounds: int = _ROUNDS) -> LinkTest:
+def test_link(world: Any, *, rounds: int = _ROUNDS, large_bytes: int = LARGE_BYTES) -> LinkTest:
     """Time all-reduces of the world's backend, small and large, alone and beside computing; every worker calls this."""
     import torch
     import torch.distributed as dist
 
     if world.size < 2:
         raise UsageError("a link has two ends: start two workers or more (lockstep run -n 2) to test one.")
-    small, large = (torch.ones(size // 4, device=world.device) for size in (SMALL_BYTES, LARGE_BYTES))
+    small, large = (torch.ones(size // 4, device=world.device) for size in (SMALL_BYTES, large_bytes))
 
     def reduced(tensor: Any, times: int) -> float:
         world.barrier()
@@ -124,49 +125,57 @@ def test_link(world: Any, *, rounds: int = _ROUNDS) -> LinkTest:
 
     alone, together, beside = [], [], []
     small_s, large_s = [], []
-    square = torch.ones(_SIDE // 2, _SIDE // 2, device=world.device)
-    amount = _amount(world, square)
+    work = _Work(world)
     for _ in range(rounds):
-        small_s.append(reduced(small, 20))
+        small_s.append(reduced(small, 5))
         large_s.append(reduced(large, 1))
         for rank in range(world.size):  # One after the other: the rest wait at the barrier, which takes no core.
             world.barrier()
             if rank == world.rank:
-                alone.append(_computing(world, square, amount))
+                alone.append(work.seconds())
         world.barrier()
-        together.append(_computing(world, square, amount))
+        together.append(work.seconds())
         world.barrier()
-        work = dist.all_reduce(large, group=world.group, async_op=True)
-        took = _computing(world, square, amount)
-        work.wait()
-        beside.append(took)
+        message = dist.all_reduce(large, group=world.group, async_op=True)
+        beside.append(work.seconds())
+        message.wait()
     figures = [median(each) for each in (small_s, large_s, alone, together, beside)]
     # The slowest worker is what a step waits for.
     latency, large_time, own, crowded, hindered = (max(each) for each in zip(*world.gather_json(figures), strict=True))
     backend = str(world.backend).split(":")[-1]
     size = world.size
     moved = 1.0 if "shm" in str(world.backend) else 2.0 * (size - 1) / size
-    rate = moved * (LARGE_BYTES - SMALL_BYTES) / max(large_time - latency, 1e-9)
+    rate = moved * (large_bytes - SMALL_BYTES) / max(large_time - latency, 1e-9)
     crowding = max(1.0, crowded / own)
     # While a message of `large_time` was on its way, this much computing was not done.
     lost = (hindered - crowded) / min(large_time, hindered)
     return LinkTest(backend, size, latency, rate, min(0.95, max(0.0, lost)), crowding)
 
 
-def _amount(world: Any, square: Any) -> int:
-    """How many products take about as long as a large message may."""
-    took = _computing(world, square, 20) / 20
-    return max(20, int(0.03 / max(took, 1e-7)))
+class _Work:
+    """Some computing that takes about 30 ms: products that lie in caches, and sums that do not, as a model has both."""
 
+    def __init__(self, world: Any) -> None:
+        import torch
 
-def _computing(world: Any, square: Any, amount: int) -> float:
-    import torch
+        self._world = world
+        self._square = torch.ones(_SIDE // 2, _SIDE // 2, device=world.device)
+        self._long = torch.ones(_COPY_BYTES // 16, device=world.device)
+        self._times = 1
+        self.seconds()
+        self._times = max(2, int(_WORK_S / max(self.seconds(), 1e-7)))
 
-    begin = time.perf_counter()
-    for _ in range(amount):
-        torch.mm(square, square)
-    _finish(world)
-    return time.perf_counter() - begin
+    def seconds(self) -> float:
+        """Do it; returns how long it took."""
+        import torch
+
+        begin = time.perf_counter()
+        for _ in range(self._times):
+            for _ in range(8):
+                torch.mm(self._square, self._square)
+            self._long.add_(1.0)
+        _finish(self._world)
+        return time.perf_counter() - begin
 
 
 def _finish(world: Any) -> None:

@@ -221,8 +221,9 @@ def _timeline_words(made: Plan) -> str:
     times = made.speed.times
     return (
         f"<p class='key'>{keys}</p><p>Of {milliseconds(1e3 * times.step_s)}: computing "
-        f"{milliseconds(1e3 * times.compute_s)}, waiting for the slowest {milliseconds(1e3 * times.wait_s)}, communication that nothing hides "
-        f"{milliseconds(1e3 * times.exposed_s)}, the update {milliseconds(1e3 * times.optimizer_s)}. At most three "
+        f"{milliseconds(1e3 * times.compute_s)}, waiting for the slowest {milliseconds(1e3 * times.wait_s)}, "
+        f"communication that nothing hides {milliseconds(1e3 * times.exposed_s)}, the update "
+        f"{milliseconds(1e3 * times.optimizer_s)}. At most three "
         "micro-batches are drawn.</p>"
     )
 

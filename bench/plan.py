@@ -1,0 +1,208 @@
+"""Predicted step time against measured: from one worker's step and a test of the link alone.
+
+    python bench/plan.py                                       shm, gloo, 100 Mbit/s, 1 and 10 Gbit/s; two workers
+    python bench/plan.py --ways shm 1000 --model gpt-10m resnet18 --json plan.json
+
+For each way between two workers (shared memory, gloo over loopback, or two network namespaces and a cable that `tc tbf`
+limits, see link.py), one core each, every round does three things, one after the other:
+
+    one worker     forward, backward and update of the bare model, the other worker idle; when each gradient came
+    the link       all-reduces of 4 KB and of some MB, alone and beside computing that has nothing to do with the model
+    measured       steps of lockstep.DataParallel, the slower worker's time
+
+The first two alone go into the prediction: the engine's layout of the gradients, and plan.simulation. Printed are the
+medians of all rounds and the error. Cables need root and iproute2. On a machine that others use, both sides are noisy:
+the load is printed beside the figures.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import link
+import torch
+
+import lockstep
+from lockstep.bench import models
+from lockstep.plan import simulation
+from lockstep.plan.measure import LinkTest, StepProfile, profile_step, test_link
+from lockstep.plan.simulation import StepInputs
+from lockstep.replica.engine import are_all_computing
+from lockstep.replica.granularity import UNCUT, fill, usual_granularity
+
+BATCH = {"gpt-10m": 4, "gpt-40m-small": 2, "resnet18": 8, "mlp": 256}
+LARGE_BYTES = {"100": 2 << 20, "1000": 8 << 20}
+"""Of the link's test, so that one message takes a fraction of a second."""
+
+
+def main() -> None:
+    """Start two workers for each way; worker 0 reports."""
+    options = _options()
+    if "RANK" in os.environ:
+        _work(options)
+        return
+    for way in options.ways:
+        if way in ("shm", "gloo"):
+            command = [sys.executable, "-m", "lockstep", "run", "-n", "2", *sys.argv]
+            subprocess.run(command, env=os.environ | {"PLAN_WAY": way, "OMP_NUM_THREADS": "1"}, check=True)
+        else:
+            with link.Link() as pair:
+                pair.run_here(PLAN_WAY=way)
+
+
+def _work(options: argparse.Namespace) -> None:
+    way, rank = os.environ["PLAN_WAY"], int(os.environ["RANK"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    with lockstep.join(device="cpu", backend="shm" if way == "shm" else "gloo", seed=0) as world:
+        if way not in ("shm", "gloo"):
+            link.limit(float(way) * 1e6)
+        for model in options.model:
+            found = _compare(world, way, model, options)
+            if world.is_main:
+                _print(found)
+                if options.json:
+                    with Path(options.json).open("a") as file:
+                        file.write(json.dumps(found) + "\n")
+
+
+def _compare(world: lockstep.World, way: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
+    alone, trained = models.build(model), models.build(model)
+    batches = models.batches(model, options.batch or BATCH[model], world.rank, world.device)
+    bare_update = torch.optim.AdamW(alone.parameters(), fused=True)
+    update = torch.optim.AdamW(trained.parameters(), fused=True)
+    wrapped = lockstep.DataParallel(trained)
+    steps = _Steps(batches)
+    for _ in range(3):
+        steps.timed(wrapped, update)
+    profiles: list[StepProfile] = []
+    tests: list[LinkTest] = []
+    measured: list[float] = []
+    for _ in range(options.rounds):
+        world.barrier()
+        if world.rank == 0:
+            profiles.append(profile_step(alone, steps.loss(alone), _updating(bare_update), steps=options.steps))
+        world.barrier()
+        tests.append(test_link(world, rounds=3, large_bytes=LARGE_BYTES.get(way, 16 << 20)))
+        for _ in range(options.steps):
+            world.barrier()
+            measured.append(max(world.gather(steps.timed(wrapped, update))))
+    packed = world.gather_json([profiles[0].numels, profiles[0].arrivals] if profiles else None)
+    numels, arrivals = packed[0]
+    uncut = way == "shm" and are_all_computing(world)
+    is_near = world.peers.are_on_one_host
+    if world.rank:
+        return {}
+    grain = UNCUT if uncut else usual_granularity(is_on_one_host=is_near, is_on_gpu=False)
+    ends = [0, *fill([4 * numel for numel in numels], grain)]
+    latency, rate, contention, crowding = (
+        median(getattr(test, name) for test in tests) for name in ("latency_s", "bytes_per_s", "contention", "crowding")
+    )
+    forward, backward, between = (
+        crowding * median(getattr(profile, name) for profile in profiles)
+        for name in ("forward_s", "backward_s", "optimizer_s")
+    )
+    given = StepInputs(
+        workers=2,
+        per_host=2 if way in ("shm", "gloo") else 1,
+        forward_s=forward,
+        backward_s=backward,
+        optimizer_s=0.0,
+        between_s=between,
+        bucket_bytes=[4.0 * sum(numels[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)],
+        bucket_ready=[arrivals[end - 1] if grain.leaves_early else 1.0 for end in ends[1:]],
+        algorithm=simulation.SHARED_MEMORY if way == "shm" else simulation.RING,
+        intra_latency_s=latency / 2,
+        intra_bytes_per_s=rate,
+        inter_latency_s=latency / 2,
+        inter_bytes_per_s=rate,
+        contention=contention,
+        jitter=median(profile.deviation for profile in profiles),
+    )
+    times = simulation.simulate(given)
+    return {
+        "way": way,
+        "model": model,
+        "predicted_s": times.step_s,
+        "measured_s": median(measured),
+        "alone_s": (forward + backward + between) / crowding,
+        "exposed_s": times.exposed_s,
+        "wait_s": times.wait_s,
+        "latency_s": latency,
+        "bytes_per_s": rate,
+        "contention": contention,
+        "crowding": crowding,
+        "jitter": given.jitter,
+        "buckets": len(given.bucket_bytes),
+        "quartiles_s": [sorted(measured)[len(measured) // 4], sorted(measured)[3 * len(measured) // 4]],
+        "load": os.getloadavg()[0],
+    }
+
+
+class _Steps:
+    """Steps of a model on batches that are taken in turn."""
+
+    def __init__(self, batches: list[models.Batch]) -> None:
+        self._batches, self._number = batches, 0
+
+    def loss(self, model: torch.nn.Module) -> Callable[[], torch.Tensor]:
+        """The forward pass on the next batch."""
+
+        def forward() -> torch.Tensor:
+            self._number += 1
+            loss: torch.Tensor = model(*self._batches[self._number % len(self._batches)])
+            return loss
+
+        return forward
+
+    def timed(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        """Seconds of a step."""
+        begin = time.perf_counter()
+        self.loss(model)().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - begin
+
+
+def _updating(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def _print(found: dict[str, Any]) -> None:
+    low, high = found["quartiles_s"]
+    way = found["way"] if found["way"] in ("shm", "gloo") else f"{found['way']} Mbit/s"
+    print(
+        f"{way:>12} {found['model']:<14} predicted {1e3 * found['predicted_s']:8.1f} ms, measured "
+        f"{1e3 * found['measured_s']:8.1f} ms ({1e3 * low:.0f} to {1e3 * high:.0f}), error "
+        f"{100 * (found['predicted_s'] / found['measured_s'] - 1):+6.1f} %; alone {1e3 * found['alone_s']:.1f} ms, crowding "
+        f"{found['crowding']:.2f}, link {found['latency_s'] * 1e6:.0f} us, {found['bytes_per_s'] / 1e6:.0f} MB/s, contention "
+        f"{found['contention']:.2f}, exposed {1e3 * found['exposed_s']:.0f} ms, load {found['load']:.0f}",
+        flush=True,
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ways", nargs="+", default=["shm", "gloo", "100", "1000", "10000"], metavar="WAY")
+    parser.add_argument("--model", nargs="+", default=["gpt-10m"], choices=[*BATCH], metavar="NAME")
+    parser.add_argument("--batch", type=int, help="samples of a worker (default: the model's)")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4, help="of each thing in a round")
+    parser.add_argument("--json", help="append the results there, a line each")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
