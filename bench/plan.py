@@ -16,6 +16,7 @@ the load is printed beside the figures.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -117,7 +118,7 @@ def _compare(world: lockstep.World, way: str, model: str, options: argparse.Name
         backward_s=backward,
         optimizer_s=0.0,
         between_s=between,
-        bucket_bytes=[4.0 * sum(numels[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)],
+        bucket_bytes=[4.0 * sum(numels[begin:end]) for begin, end in itertools.pairwise(ends)],
         bucket_ready=[arrivals[end - 1] if grain.leaves_early else 1.0 for end in ends[1:]],
         algorithm=simulation.SHARED_MEMORY if way == "shm" else simulation.RING,
         intra_latency_s=latency / 2,
@@ -183,12 +184,13 @@ def _updating(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 def _print(found: dict[str, Any]) -> None:
     low, high = found["quartiles_s"]
     way = found["way"] if found["way"] in ("shm", "gloo") else f"{found['way']} Mbit/s"
+    error = found["predicted_s"] / found["measured_s"] - 1
     print(
         f"{way:>12} {found['model']:<14} predicted {1e3 * found['predicted_s']:8.1f} ms, measured "
-        f"{1e3 * found['measured_s']:8.1f} ms ({1e3 * low:.0f} to {1e3 * high:.0f}), error "
-        f"{100 * (found['predicted_s'] / found['measured_s'] - 1):+6.1f} %; alone {1e3 * found['alone_s']:.1f} ms, crowding "
-        f"{found['crowding']:.2f}, link {found['latency_s'] * 1e6:.0f} us, {found['bytes_per_s'] / 1e6:.0f} MB/s, contention "
-        f"{found['contention']:.2f}, exposed {1e3 * found['exposed_s']:.0f} ms, load {found['load']:.0f}",
+        f"{1e3 * found['measured_s']:8.1f} ms ({1e3 * low:.0f} to {1e3 * high:.0f}), error {100 * error:+6.1f} %; "
+        f"alone {1e3 * found['alone_s']:.1f} ms, crowding {found['crowding']:.2f}, link {found['latency_s'] * 1e6:.0f} us, "
+        f"{found['bytes_per_s'] / 1e6:.0f} MB/s, contention {found['contention']:.2f}, "
+        f"exposed {1e3 * found['exposed_s']:.0f} ms, load {found['load']:.0f}",
         flush=True,
     )
 
