@@ -188,9 +188,9 @@ def _print(found: dict[str, Any]) -> None:
     print(
         f"{way:>12} {found['model']:<14} predicted {1e3 * found['predicted_s']:8.1f} ms, measured "
         f"{1e3 * found['measured_s']:8.1f} ms ({1e3 * low:.0f} to {1e3 * high:.0f}), error {100 * error:+6.1f} %; "
-        f"alone {1e3 * found['alone_s']:.1f} ms, crowding {found['crowding']:.2f}, link {found['latency_s'] * 1e6:.0f} us, "
-        f"{found['bytes_per_s'] / 1e6:.0f} MB/s, contention {found['contention']:.2f}, "
-        f"exposed {1e3 * found['exposed_s']:.0f} ms, load {found['load']:.0f}",
+        f"alone {1e3 * found['alone_s']:.1f} ms, crowding {found['crowding']:.2f}, "
+        f"link {found['latency_s'] * 1e6:.0f} us, {found['bytes_per_s'] / 1e6:.0f} MB/s, "
+        f"contention {found['contention']:.2f}, exposed {1e3 * found['exposed_s']:.0f} ms, load {found['load']:.0f}",
         flush=True,
     )
 

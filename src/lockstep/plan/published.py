@@ -9,6 +9,7 @@ physics says what more devices change. A row is never predicted from itself.
 """
 
 import csv
+import functools
 import json
 import math
 import re
@@ -241,6 +242,7 @@ def _usual_per_host(key: str) -> int:
     return machines.named(key).per_host
 
 
+@functools.lru_cache(maxsize=512)
 def workload_of(run: Run) -> Workload:
     """What the run trained, as far as its row says. UsageError where neither model nor size is known."""
     precision = run.precision
