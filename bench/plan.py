@@ -10,8 +10,9 @@ limits, see link.py), one core each, every round does three things, one after th
     the link       all-reduces of 4 KB and of some MB, alone and beside computing that has nothing to do with the model
     measured       steps of lockstep.DataParallel, the slower worker's time
 
-The first two alone go into the prediction: the engine's layout of the gradients, and plan.simulation. Printed are the
-medians of all rounds and the error. Cables need root and iproute2. On a machine that others use, both sides are noisy:
+The first two alone go into the prediction: the engine's layout of the gradients, and plan.simulation. Each round has a
+prediction and a measurement of its own, since machines that are shared drift; printed are medians over rounds, the
+error among them. Cables need root and iproute2. On a machine that others use, both sides are noisy:
 the load is printed beside the figures.
 """
 
@@ -36,7 +37,7 @@ from lockstep.plan import simulation
 from lockstep.plan.measure import LinkTest, StepProfile, profile_step, test_link
 from lockstep.plan.simulation import StepInputs
 from lockstep.replica.engine import are_all_computing
-from lockstep.replica.granularity import UNCUT, fill, usual_granularity
+from lockstep.replica.granularity import UNCUT, Granularity, fill, usual_granularity
 
 BATCH = {"gpt-10m": 4, "gpt-40m-small": 2, "resnet18": 8, "mlp": 256}
 LARGE_BYTES = {"100": 2 << 20, "1000": 8 << 20}
@@ -84,68 +85,66 @@ def _compare(world: lockstep.World, way: str, model: str, options: argparse.Name
     steps = _Steps(batches)
     for _ in range(3):
         steps.timed(wrapped, update)
-    profiles: list[StepProfile] = []
-    tests: list[LinkTest] = []
-    measured: list[float] = []
+    rounds = []
+    uncut = way == "shm" and are_all_computing(world)
+    is_near = world.peers.are_on_one_host
+    grain = UNCUT if uncut else usual_granularity(is_on_one_host=is_near, is_on_gpu=False)
     for _ in range(options.rounds):
         world.barrier()
+        profile = None
         if world.rank == 0:
-            profiles.append(profile_step(alone, steps.loss(alone), _updating(bare_update), steps=options.steps))
+            profile = profile_step(alone, steps.loss(alone), _updating(bare_update), steps=options.steps)
         world.barrier()
-        tests.append(test_link(world, rounds=3, large_bytes=LARGE_BYTES.get(way, 16 << 20)))
+        test = test_link(world, rounds=3, large_bytes=LARGE_BYTES.get(way, 16 << 20))
+        measured = []
         for _ in range(options.steps):
             world.barrier()
             measured.append(max(world.gather(steps.timed(wrapped, update))))
-    packed = world.gather_json([profiles[0].numels, profiles[0].arrivals] if profiles else None)
-    numels, arrivals = packed[0]
-    uncut = way == "shm" and are_all_computing(world)
-    is_near = world.peers.are_on_one_host
+        if profile is not None:
+            given = _inputs(profile, test, grain, way)
+            rounds.append((profile, test, simulation.simulate(given), median(measured)))
     if world.rank:
         return {}
-    grain = UNCUT if uncut else usual_granularity(is_on_one_host=is_near, is_on_gpu=False)
-    ends = [0, *fill([4 * numel for numel in numels], grain)]
-    latency, rate, contention, crowding = (
-        median(getattr(test, name) for test in tests) for name in ("latency_s", "bytes_per_s", "contention", "crowding")
-    )
-    forward, backward, between = (
-        crowding * median(getattr(profile, name) for profile in profiles)
-        for name in ("forward_s", "backward_s", "optimizer_s")
-    )
-    given = StepInputs(
-        workers=2,
-        per_host=2 if way in ("shm", "gloo") else 1,
-        forward_s=forward,
-        backward_s=backward,
-        optimizer_s=0.0,
-        between_s=between,
-        bucket_bytes=[4.0 * sum(numels[begin:end]) for begin, end in itertools.pairwise(ends)],
-        bucket_ready=[arrivals[end - 1] if grain.leaves_early else 1.0 for end in ends[1:]],
-        algorithm=simulation.SHARED_MEMORY if way == "shm" else simulation.RING,
-        intra_latency_s=latency / 2,
-        intra_bytes_per_s=rate,
-        inter_latency_s=latency / 2,
-        inter_bytes_per_s=rate,
-        contention=contention,
-        jitter=median(profile.deviation for profile in profiles),
-    )
-    times = simulation.simulate(given)
+    errors = sorted(times.step_s / seconds - 1 for _, _, times, seconds in rounds)
     return {
         "way": way,
         "model": model,
-        "predicted_s": times.step_s,
-        "measured_s": median(measured),
-        "alone_s": (forward + backward + between) / crowding,
-        "exposed_s": times.exposed_s,
-        "wait_s": times.wait_s,
-        "latency_s": latency,
-        "bytes_per_s": rate,
-        "contention": contention,
-        "crowding": crowding,
-        "jitter": given.jitter,
-        "buckets": len(given.bucket_bytes),
-        "quartiles_s": [sorted(measured)[len(measured) // 4], sorted(measured)[3 * len(measured) // 4]],
+        "error": median(errors),
+        "errors": errors,
+        "predicted_s": median(times.step_s for _, _, times, _ in rounds),
+        "measured_s": median(seconds for *_, seconds in rounds),
+        "exposed_s": median(times.exposed_s for _, _, times, _ in rounds),
+        "alone_s": median(each.forward_s + each.backward_s + each.optimizer_s for each, *_ in rounds),
+        **{
+            name: median(getattr(test, name) for _, test, _, _ in rounds)
+            for name in ("latency_s", "bytes_per_s", "contention", "crowding")
+        },
         "load": os.getloadavg()[0],
     }
+
+
+def _inputs(profile: StepProfile, test: LinkTest, grain: Granularity, way: str) -> StepInputs:
+    """What follows from one worker's step and from the link."""
+    ends = [0, *fill([4 * numel for numel in profile.numels], grain)]
+    sizes = [4.0 * sum(profile.numels[begin:end]) for begin, end in itertools.pairwise(ends)]
+    return StepInputs(
+        workers=2,
+        per_host=2 if way in ("shm", "gloo") else 1,
+        forward_s=test.crowding * profile.forward_s,
+        backward_s=test.crowding * profile.backward_s,
+        optimizer_s=0.0,
+        between_s=test.crowding * profile.optimizer_s,
+        bucket_bytes=sizes,
+        bucket_ready=[profile.arrivals[end - 1] if grain.leaves_early else 1.0 for end in ends[1:]],
+        algorithm=simulation.SHARED_MEMORY if way == "shm" else simulation.RING,
+        intra_latency_s=test.latency_s / 2,
+        intra_bytes_per_s=test.bytes_per_s,
+        inter_latency_s=test.latency_s / 2,
+        inter_bytes_per_s=test.bytes_per_s,
+        launch_s=sum(sizes) / len(sizes) * test.copy_s_per_byte,
+        contention=test.contention,
+        jitter=profile.deviation,
+    )
 
 
 class _Steps:
@@ -182,15 +181,14 @@ def _updating(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    low, high = found["quartiles_s"]
     way = found["way"] if found["way"] in ("shm", "gloo") else f"{found['way']} Mbit/s"
-    error = found["predicted_s"] / found["measured_s"] - 1
+    errors = found["errors"]
     print(
         f"{way:>12} {found['model']:<14} predicted {1e3 * found['predicted_s']:8.1f} ms, measured "
-        f"{1e3 * found['measured_s']:8.1f} ms ({1e3 * low:.0f} to {1e3 * high:.0f}), error {100 * error:+6.1f} %; "
-        f"alone {1e3 * found['alone_s']:.1f} ms, crowding {found['crowding']:.2f}, "
-        f"link {found['latency_s'] * 1e6:.0f} us, {found['bytes_per_s'] / 1e6:.0f} MB/s, "
-        f"contention {found['contention']:.2f}, exposed {1e3 * found['exposed_s']:.0f} ms, load {found['load']:.0f}",
+        f"{1e3 * found['measured_s']:8.1f} ms, error {100 * found['error']:+6.1f} % (rounds {100 * errors[0]:+.0f} to "
+        f"{100 * errors[-1]:+.0f} %); alone {1e3 * found['alone_s']:.1f} ms, crowding {found['crowding']:.2f}, link "
+        f"{found['latency_s'] * 1e6:.0f} us, {found['bytes_per_s'] / 1e6:.0f} MB/s, contention "
+        f"{found['contention']:.2f}, exposed {1e3 * found['exposed_s']:.0f} ms, load {found['load']:.0f}",
         flush=True,
     )
 

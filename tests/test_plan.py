@@ -7,6 +7,7 @@ import time
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
+from report_run import write_run
 
 import lockstep
 from lockstep.cli.main import main
@@ -142,6 +143,22 @@ def test_a_noise_scale_says_how_large_a_batch_helps(tmp_path):
     # Between 256 and 8192 the linear rule would say 32; the noise scale says (1 + 1000/256) / (1 + 1000/8192).
     assert advice["learning rate"].choice.startswith("0.437")
     assert any(point.workers == 2 and point.efficiency == 0.9 for point in made.points)
+
+
+def test_a_prediction_is_held_against_a_recorded_run(tmp_path, capsys):
+    # Its messages take 0.9 ms and a second for each 2.2 GB; over shared memory that is two barriers and the bytes.
+    folder = write_run(tmp_path / "run", workers=4, slow=None, steps=60)
+    mine, out = tmp_path / "mine.toml", tmp_path / "checked.json"
+    mine.write_text("per_host = 4\n[intra]\ngb_per_s = 2.2\nlatency_us = 450\nachieved = 1\n")
+    assert main(["plan", "--check", str(folder), "--on", str(mine), "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert abs(found["error"]) < 0.05
+    assert found["predicted_exposed_s"] > 0.003
+    assert "than was measured" in capsys.readouterr().out
+    mine.write_text("per_host = 4\n[intra]\ngb_per_s = 0.05\nlatency_us = 450\nachieved = 1\n")
+    main(["plan", "--check", str(folder), "--on", str(mine), "--json", str(out)])
+    assert json.loads(out.read_text())["error"] > 0.5
+    assert main(["plan", "--check", str(folder)]) == 2  # It had two hosts: what is between them must be said.
 
 
 @pytest.mark.parametrize(

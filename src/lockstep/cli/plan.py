@@ -183,7 +183,7 @@ def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
     spread = percent(made.deviation)
     lines += [
         "",
-        f"Speeds are within {spread} of this in two cases of three, by what published runs of the like showed.",
+        f"Of published runs of the like, two in three were within {spread} of such a speed.",
     ]
     return lines
 

@@ -104,6 +104,8 @@ class LinkTest:
     """Share of its speed that computing loses while all-reduces are on their way."""
     crowding: float
     """How many times as long as alone a worker computes when all of them do."""
+    copy_s_per_byte: float
+    """What copying a gradient into its bucket takes, when all workers do."""
 
 
 def test_link(world: Any, *, rounds: int = _ROUNDS, large_bytes: int = LARGE_BYTES) -> LinkTest:
@@ -123,7 +125,8 @@ def test_link(world: Any, *, rounds: int = _ROUNDS, large_bytes: int = LARGE_BYT
         _finish(world)
         return (time.perf_counter() - begin) / times
 
-    alone, together, beside = [], [], []
+    alone, together, beside, copied = [], [], [], []
+    target = torch.empty_like(large)
     small_s, large_s = [], []
     work = _Work(world)
     for _ in range(rounds):
@@ -136,12 +139,15 @@ def test_link(world: Any, *, rounds: int = _ROUNDS, large_bytes: int = LARGE_BYT
         world.barrier()
         together.append(work.seconds())
         world.barrier()
+        copied.append(_seconds(lambda: target.copy_(large)))
+        world.barrier()
         message = dist.all_reduce(large, group=world.group, async_op=True)
         beside.append(work.seconds())
         message.wait()
-    figures = [median(each) for each in (small_s, large_s, alone, together, beside)]
+    figures = [median(each) for each in (small_s, large_s, alone, together, beside, copied)]
     # The slowest worker is what a step waits for.
-    latency, large_time, own, crowded, hindered = (max(each) for each in zip(*world.gather_json(figures), strict=True))
+    found = [max(each) for each in zip(*world.gather_json(figures), strict=True)]
+    latency, large_time, own, crowded, hindered, copy_s = found
     backend = str(world.backend).split(":")[-1]
     size = world.size
     moved = 1.0 if "shm" in str(world.backend) else 2.0 * (size - 1) / size
@@ -149,7 +155,7 @@ def test_link(world: Any, *, rounds: int = _ROUNDS, large_bytes: int = LARGE_BYT
     crowding = max(1.0, crowded / own)
     # While a message of `large_time` was on its way, this much computing was not done.
     lost = (hindered - crowded) / min(large_time, hindered)
-    return LinkTest(backend, size, latency, rate, min(0.95, max(0.0, lost)), crowding)
+    return LinkTest(backend, size, latency, rate, min(0.95, max(0.0, lost)), crowding, copy_s / large_bytes)
 
 
 class _Work:

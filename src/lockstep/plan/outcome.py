@@ -325,7 +325,7 @@ def _published_points(runs: list[Run], asked: Run) -> list[Point]:
     points = []
     for run in runs:
         alike = run.params and asked.params and abs(math.log(run.params / asked.params)) < 0.3
-        if not (alike and run.device == asked.device and run.measured):
+        if not (alike and run.device == asked.device and run.measured and run.is_multi_host):
             continue
         single = published.one_host_figure(runs, run)
         if single:

@@ -96,7 +96,8 @@ def _curve(made: Plan) -> str:
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{100 * share:.0f} %</text>')
     for power in range(0, round(math.log2(most)) + 1, 2):
         x = _x(2**power, most)
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 18}" text-anchor="middle">{2**power:,}</text>')
+        anchor = "end" if 2**power == most else "middle"
+        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 18}" text-anchor="{anchor}">{2**power:,}</text>')
     parts.append(f'<text class="soft" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">workers</text>')
     # Errors of scaling, and not of speed: a curve is relative to one worker, which is off by as much.
     off = made.multi_host.median
@@ -151,7 +152,7 @@ def _bars(made: Plan) -> str:
             shown.append(way)
     capacity = made.memory.capacity
     most = max([capacity, *(way.memory.total for way in shown)])
-    left, row = 210, 24
+    left, row = 290, 24
     scale = (_WIDTH - left - 70) / most
     parts = []
     for place, way in enumerate(shown):
