@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 from report_run import write_run
@@ -12,10 +13,13 @@ from report_run import write_run
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import UsageError
-from lockstep.plan import machine, models, timing
+from lockstep.plan import machine, models, published, timing
 from lockstep.plan.machine import from_toml, named
 from lockstep.plan.timing import Choices
 from lockstep.replica.granularity import USUAL, fill
+from lockstep.watching.number_format import percent
+
+ROOT = Path(__file__).parents[1]
 
 SEVEN_B = {"params": "7.5B", "layers": 32, "hidden": 4096, "seq": 2048}
 
@@ -215,3 +219,17 @@ def test_a_plan_from_numbers_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
     assert time.process_time() - begin < 5
+
+
+def test_the_page_of_the_docs_holds(tmp_path):
+    text = (ROOT / "docs" / "plan.md").read_text()
+    exec(text.split("```python\n")[1].split("\n```")[0], {})
+    mine = tmp_path / "mine.toml"
+    mine.write_text(text.split("```toml\n")[1].split("\n```")[0])
+    assert from_toml(mine).hosts == 8
+    kept = published.built_in()
+    for errors in (kept.multi_host, kept.left_out):
+        shares = [percent(each) for each in (errors.median, errors.worst, errors.baseline)]
+        assert f"| {' | '.join(shares)} |" in text
+    for name in machine.DEVICES:
+        assert name in text

@@ -141,6 +141,34 @@ def test_a_table_of_something_else_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("unit", "factor"),
+    [
+        ("tokens/s/gpu", 1),
+        ("tokens/sec/GPU", 1),
+        ("tokens/s", 64),
+        ("samples/s/gpu", 1 / 2048),
+        ("k tokens/s/gpu", 1e-3),
+    ],
+)
+def test_units_of_throughput(unit, factor, tmp_path):
+    rows = [
+        f"a,s,MPT-7b,6658859008,32,4096,2048,bf16,zero=3,no,6,2,768,h100,64,8,,{each},,"
+        for each in ("tokens/s/gpu", unit)
+    ]
+    plain, other = (Calibration().predict(run).value for run in read_table(written(tmp_path, *rows)))
+    assert other == pytest.approx(factor * plain)
+
+
+def test_units_of_time(tmp_path):
+    units = ("ms/step", "s/step", "steps/s", "step time (ms)")
+    rows = [f"a,s,MPT-7b,6658859008,32,4096,2048,bf16,zero=3,no,6,2,768,h100,64,8,,{unit},," for unit in units]
+    milliseconds, seconds, rate, again = (
+        Calibration().predict(run).value for run in read_table(written(tmp_path, *rows))
+    )
+    assert milliseconds == again == pytest.approx(1e3 * seconds) == pytest.approx(1e3 / rate)
+
+
+@pytest.mark.parametrize(
     ("text", "gbit"),
     [
         ("100 Gb/s IB a host", 100),

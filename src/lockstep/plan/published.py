@@ -255,11 +255,15 @@ def workload_of(run: Run) -> Workload:
     except UsageError:
         if run.params is None:
             raise
-        work = _scaled_convolutions(run, run.params) if "image" in run.unit else _sized(run, run.params)
+        work = (
+            _scaled_convolutions(run, run.params)
+            if re.search("ima?ge?s?", run.unit.lower())
+            else _sized(run, run.params)
+        )
     if precision in ("bf16", "fp16") and run.zero < 3:
         # Frameworks that keep half-precision parameters whole add their gradients up, and send them, in fp32.
         work = replace(work, grad_bytes=4)
-    units = work.units_per_sample if "token" in run.unit else 1
+    units = work.units_per_sample if "tok" in run.unit.lower() else 1
     return replace(
         work,
         units_per_sample=units,
@@ -395,6 +399,10 @@ class Prediction:
         return self.value / self.run.measured - 1.0
 
 
+_MOST_ALIKE = 100
+"""Runs that a prediction leans on: what it takes grows with their third power."""
+
+
 class Calibration:
     """What some measured runs say about others."""
 
@@ -447,12 +455,14 @@ class Calibration:
         kernel = self._kernel
         if not self.runs:
             return 0.0, math.sqrt(kernel.variance + kernel.noise**2)
-        covariances = [[kernel(a, b) for b in self.runs] for a in self.runs]
-        for place in range(len(self.runs)):
+        alike = sorted(self.residuals(), key=lambda known: -kernel(run, known[0]))[:_MOST_ALIKE]
+        runs = [other for other, _ in alike]
+        covariances = [[kernel(a, b) for b in runs] for a in runs]
+        for place in range(len(runs)):
             covariances[place][place] = kernel.variance + kernel.noise**2
-        towards = [kernel(run, other) for other in self.runs]
+        towards = [kernel(run, other) for other in runs]
         lower = _cholesky(covariances)
-        mean = _dot(towards, _solve(lower, self._residuals))
+        mean = _dot(towards, _solve(lower, [residual for _, residual in alike]))
         explained = _dot(towards, _solve(lower, towards))
         return mean, math.sqrt(max(kernel.variance - explained, 0.0) + kernel.noise**2)
 
@@ -494,9 +504,11 @@ def figure(run: Run, constants: Constants, slowdown: float = 1.0, fallback: str 
     elif kind == "mfu":
         return found.mfu * (100 if "%" in unit else 1)
     elif kind == "time":
-        return found.times.step_s * (1e3 if unit.startswith("ms") else 1.0)
+        return found.times.step_s * (1e3 if re.search(r"\bms\b|milli", unit) else 1.0)
+    elif kind == "steps":
+        return 1.0 / found.times.step_s
     else:
-        value = found.units_per_s_per_worker
+        value = found.units_per_s_per_worker / (1e3 if re.match(r"k\s?(tok|im|sam|seq)", unit) else 1.0)
     is_total = not re.search(r"/\s*(gpu|device|worker|chip|accelerator)|per gpu", unit)
     return value * (run.gpus if is_total else 1)
 
@@ -509,8 +521,10 @@ def _kind_of_unit(unit: str) -> str:
         return "efficiency"
     if "flop" in plain:
         return "flops"
-    if re.match(r"(ms|s|sec|seconds)(/|\s+per\s+|\s+a\s+|$)\s*(step|iter|batch|update)?", plain):
+    if re.match(r"(ms|s|sec|seconds)(/|\s+per\s+|\s+a\s+|$)", plain) or "time" in plain:
         return "time"
+    if re.match(r"(steps?|it|iterations?|iters?|updates?)\s*/", plain):
+        return "steps"
     return "throughput"
 
 
