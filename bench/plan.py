@@ -1,6 +1,7 @@
 """Predicted step time against measured: from one worker's step and a test of the link alone.
 
     python bench/plan.py                                       shm, gloo, 100 Mbit/s, 1 and 10 Gbit/s; two workers
+    python bench/plan.py --ways shm gloo --workers 4
     python bench/plan.py --ways shm 1000 --model gpt-10m resnet18 --json plan.json
 
 For each way between two workers (shared memory, gloo over loopback, or two network namespaces and a cable that `tc tbf`
@@ -52,7 +53,7 @@ def main() -> None:
         return
     for way in options.ways:
         if way in ("shm", "gloo"):
-            command = [sys.executable, "-m", "lockstep", "run", "-n", "2", *sys.argv]
+            command = [sys.executable, "-m", "lockstep", "run", "-n", str(options.workers), *sys.argv]
             subprocess.run(command, env=os.environ | {"PLAN_WAY": way, "OMP_NUM_THREADS": "1"}, check=True)
         else:
             with link.Link() as pair:
@@ -108,6 +109,7 @@ def _compare(world: lockstep.World, way: str, model: str, options: argparse.Name
     errors = sorted(times.step_s / seconds - 1 for _, _, times, seconds in rounds)
     return {
         "way": way,
+        "workers": world.size,
         "model": model,
         "error": median(errors),
         "errors": errors,
@@ -128,8 +130,8 @@ def _inputs(profile: StepProfile, test: LinkTest, grain: Granularity, way: str) 
     ends = [0, *fill([4 * numel for numel in profile.numels], grain)]
     sizes = [4.0 * sum(profile.numels[begin:end]) for begin, end in itertools.pairwise(ends)]
     return StepInputs(
-        workers=2,
-        per_host=2 if way in ("shm", "gloo") else 1,
+        workers=test.workers,
+        per_host=test.workers if way in ("shm", "gloo") else 1,
         forward_s=test.crowding * profile.forward_s,
         backward_s=test.crowding * profile.backward_s,
         optimizer_s=0.0,
@@ -137,7 +139,8 @@ def _inputs(profile: StepProfile, test: LinkTest, grain: Granularity, way: str) 
         bucket_bytes=sizes,
         bucket_ready=[profile.arrivals[end - 1] if grain.leaves_early else 1.0 for end in ends[1:]],
         algorithm=simulation.SHARED_MEMORY if way == "shm" else simulation.RING,
-        intra_latency_s=test.latency_s / 2,
+        # A ring waits 2 (N - 1) times, an exchange through memory twice.
+        intra_latency_s=test.latency_s / (2 if way == "shm" else 2 * (test.workers - 1)),
         intra_bytes_per_s=test.bytes_per_s,
         inter_latency_s=test.latency_s / 2,
         inter_bytes_per_s=test.bytes_per_s,
@@ -184,7 +187,7 @@ def _print(found: dict[str, Any]) -> None:
     way = found["way"] if found["way"] in ("shm", "gloo") else f"{found['way']} Mbit/s"
     errors = found["errors"]
     print(
-        f"{way:>12} {found['model']:<14} predicted {1e3 * found['predicted_s']:8.1f} ms, measured "
+        f"{way:>12} x{found['workers']} {found['model']:<10} predicted {1e3 * found['predicted_s']:8.1f} ms, measured "
         f"{1e3 * found['measured_s']:8.1f} ms, error {100 * found['error']:+6.1f} % (rounds {100 * errors[0]:+.0f} to "
         f"{100 * errors[-1]:+.0f} %); alone {1e3 * found['alone_s']:.1f} ms, crowding {found['crowding']:.2f}, link "
         f"{found['latency_s'] * 1e6:.0f} us, {found['bytes_per_s'] / 1e6:.0f} MB/s, contention "
@@ -198,6 +201,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", default=["shm", "gloo", "100", "1000", "10000"], metavar="WAY")
     parser.add_argument("--model", nargs="+", default=["gpt-10m"], choices=[*BATCH], metavar="NAME")
     parser.add_argument("--batch", type=int, help="samples of a worker (default: the model's)")
+    parser.add_argument("--workers", type=int, default=2, help="over shm and gloo (a cable has two ends)")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="of each thing in a round")
     parser.add_argument("--json", help="append the results there, a line each")

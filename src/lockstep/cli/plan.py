@@ -180,11 +180,9 @@ def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
     ]
     if made.remarks:
         lines += ["", "assumed:", *(f"  {remark}" for remark in made.remarks)]
-    spread = percent(made.deviation)
-    lines += [
-        "",
-        f"Of published runs of the like, two in three were within {spread} of such a speed.",
-    ]
+    if made.machine.measured is None:
+        share = percent(made.deviation)
+        lines += ["", f"Of published runs of the like, two in three were within {share} of such a speed."]
     return lines
 
 

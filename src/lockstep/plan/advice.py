@@ -90,6 +90,7 @@ def ways(
             -math.floor(math.log(way.speed.units_per_s / fastest) / WORTH + 0.5),
             way.workload.zero,
             way.workload.checkpointing != "none",
+            -way.workload.micro_batch,  # What small ones cost in launches of kernels is not in the simulation.
             -way.speed.units_per_s,
         ),
     )

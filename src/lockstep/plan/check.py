@@ -149,7 +149,8 @@ def _way(hosts: Sequence[str], backend: str, size: int, on: str | None) -> tuple
 
 def _typical(steps: Sequence[StepLine], name: str) -> float:
     """Seconds of one share of a step: the median over steps of the median over workers."""
-    return median(median(worker["shares_ms"].get(name, 0.0) for worker in step["workers"]) for step in steps) / 1e3
+    shares = [median(float(worker["shares_ms"].get(name, 0.0)) for worker in step["workers"]) for step in steps]
+    return median(shares) / 1e3
 
 
 def _jitter(steps: Sequence[StepLine]) -> float:
