@@ -40,6 +40,7 @@ def test_runs_on_several_hosts_follow_from_those_on_one(runs, calibration):
     assert errors.count == 19
     assert errors.median <= 0.08
     assert errors.median < errors.baseline
+    assert errors.median < errors.one_host
 
 
 def test_a_series_follows_from_the_others_better_than_by_constant_efficiency(runs, calibration):

@@ -615,6 +615,8 @@ class Errors:
     worst: float
     baseline: float
     """Of the constant-efficiency baseline on the same rows."""
+    one_host: float | None = None
+    """The median error where each device is taken to do what it did on one host, on rows of which that is known."""
     series: Mapping[str, float] = field(default_factory=dict)
     """The median by source, where sources were left out in turn."""
     rows: Mapping[str, float] = field(default_factory=dict)
@@ -634,8 +636,8 @@ def _errors(what: str, pairs: Sequence[_Predicted], series: Mapping[str, float] 
         statistics.median(offs) if offs else math.nan,
         max(offs, default=math.nan),
         statistics.median(base) if base else math.nan,
-        series or {},
-        {run.id: round(value / run.measured - 1, 4) for run, value, _ in pairs if value and run.measured},
+        series=series or {},
+        rows={run.id: round(value / run.measured - 1, 4) for run, value, _ in pairs if value and run.measured},
     )
 
 
@@ -653,7 +655,9 @@ def multi_host_errors(runs: Sequence[Run], calibration: Calibration) -> Errors:
     pairs: list[_Predicted] = [
         (run, single.predict(run).value, constant_efficiency(single.runs, run)) for run in runs if run.is_multi_host
     ]
-    return _errors("several hosts, from rows of one host", pairs)
+    same = [(run, one_host_figure(single.runs, run), None) for run in runs if run.is_multi_host]
+    errors = _errors("several hosts, from rows of one host", pairs)
+    return replace(errors, one_host=_errors("", same).median)
 
 
 def left_out_errors(runs: Sequence[Run], calibration: Calibration) -> Errors:
