@@ -179,9 +179,8 @@ def _engine(world: lockstep.World, model: str, passes: int = 60) -> None:
     more = lower_quartile(wrapped) - lower_quartile(bare)
     if world.is_main:
         tensors = list(bare.parameters())
-        print(
-            f"{model}: {1e3 * more:.2f} ms for {len(tensors)} gradients of {sum(p.nbytes for p in tensors)} bytes in all"
-        )
+        num_bytes = sum(param.nbytes for param in tensors)
+        print(f"{model}: {1e3 * more:.2f} ms for {len(tensors)} gradients of {num_bytes:,} bytes in all")
 
 
 class _Steps:
