@@ -30,6 +30,8 @@ from lockstep.torch_private import in_backward
 
 FORWARD, BACKWARD, UPDATE, SCRATCH = "forward", "backward", "update", "scratch"
 _aten = torch.ops.aten
+_PAGE_BYTES = 4096
+"""To which oneDNN aligns its memory, so that a hole between tensors of the same size is too small for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,6 @@ class StorageUse:
     """The layer that had begun last."""
     is_saved: bool = False
     """Whether it came in the forward pass and goes in the backward pass, or later."""
-
-    @property
-    def is_of_forward(self) -> bool:
-        """Whether it came in the forward pass."""
-        return self.phase == FORWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,11 +288,16 @@ def _key(tensor: Tensor) -> int:
 
 
 def _scratch(func: Any, args: Sequence[Any], result: Any) -> list[int]:
-    """Bytes of copies inside the kernel: oneDNN's convolutions lay out anew what they read and write."""
+    """Bytes of copies inside the kernel: oneDNN's convolutions lay out anew what they read and write.
+
+    As measured by the process's peak around single convolutions of nine shapes: forward the larger of input and output,
+    and the weights; backward input and output, or the weights where those are larger.
+    """
     if func is _aten.convolution.default and args[0].device.type == "cpu":
-        return [_bytes(args[0]), _bytes(result)]
+        return [_PAGE_BYTES + max(_bytes(args[0]), _bytes(result)), _PAGE_BYTES + _bytes(args[1])]
     if func is _aten.convolution_backward.default and args[0].device.type == "cpu":
-        return [_bytes(args[0]), _bytes(args[1])]
+        grad, inputs, weight = (_PAGE_BYTES + _bytes(tensor) for tensor in args[:3])
+        return [grad, inputs] if grad + inputs >= weight else [weight]
     return []
 
 
