@@ -51,7 +51,7 @@ export const LESSONS = [
     tries: [
       { label: "One large bucket", set: { bucket: 1000 } },
       { label: "Buckets of 1 MB, slow messages", set: { bucket: 1, latency: 1000 } },
-      { label: "A tenth of the bandwidth", set: { gbits: 10, bucket: 25, latency: 30 } },
+      { label: "A tenth of the bandwidth", set: { gbits: 10, bucket: 25, latency: 10 } },
       { label: "… and bf16 on the wire", set: { gbits: 10, wire: "bf16" } },
     ],
   },

@@ -26,7 +26,7 @@ export const CONTROLS = [
 
   { group: "Real machines, simulated", key: "model", label: "Model", kind: "select", values: {}, start: "gpt2", help: "what the simulated devices train" },
   { group: "Real machines, simulated", key: "gbits", label: "Bandwidth", kind: "slider", values: [1, 10, 25, 50, 100, 200, 400, 800, 1600, 3200], start: 100, say: (v) => `${v} Gbit/s`, help: "of one worker, one way" },
-  { group: "Real machines, simulated", key: "latency", label: "Latency", kind: "slider", values: [1, 3, 10, 30, 100, 300, 1000, 3000], start: 30, say: (v) => (v < 1000 ? `${v} µs` : `${v / 1000} ms`), help: "of one message" },
+  { group: "Real machines, simulated", key: "latency", label: "Latency", kind: "slider", values: [1, 3, 10, 30, 100, 300, 1000, 3000], start: 10, say: (v) => (v < 1000 ? `${v} µs` : `${v / 1000} ms`), help: "of one message" },
   { group: "Real machines, simulated", key: "bucket", label: "Bucket", kind: "slider", values: [1, 2, 5, 10, 25, 50, 100, 200, 1000], start: 25, say: (v) => `${v} MB`, help: "gradients that travel as one message" },
   { group: "Real machines, simulated", key: "zero", label: "ZeRO", kind: "choice", values: { 0: "0", 1: "1", 2: "2", 3: "3" }, start: "0", help: "what is split over the workers: 1 optimizer state, 2 gradients as well, 3 parameters as well" },
 ];
