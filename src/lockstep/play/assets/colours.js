@@ -24,7 +24,9 @@ const hex = (rgb) => `#${rgb.map((part) => part.toString(16).padStart(2, "0")).j
 export function makeColours(isDark) {
   const worker = Array.from({ length: 16 }, (_, rank) => {
     const hue = 256 + 45 * (rank % 8) + (rank < 8 ? 0 : 22.5);
-    const lightness = (isDark ? 0.72 : 0.64) + (rank < 8 ? 0 : 0.06);
+    // Yellows look muddy unless they are lighter than the rest.
+    const yellow = 0.09 * Math.max(0, Math.cos(((hue - 85) * Math.PI) / 180)) ** 3;
+    const lightness = (isDark ? 0.72 : 0.64) + yellow + (rank < 8 ? 0 : 0.06);
     return hex(fromOklch(lightness, 0.145, hue));
   });
   const ink = isDark

@@ -11,7 +11,7 @@ import { Stage } from "./stage.js";
 import { Training } from "./training.js";
 
 const SPEEDS = [0.25, 0.5, 1, 2, 4, 12, Infinity];
-const SPEED_NAMES = ["¼×", "½×", "1×", "2×", "4×", "12×", "a step a frame"];
+const SPEED_NAMES = ["¼×", "½×", "1×", "2×", "4×", "12×", "max"];
 const SLICE_MS = 9;
 
 const isStill = matchMedia("(prefers-reduced-motion: reduce)");
@@ -343,9 +343,11 @@ function frame(now) {
   frames.last = now;
   const begun = performance.now();
   let isMoving = false;
+  if (page.hasChanged) showPanels();
   if (player.isBehind) {
-    page.hasChanged = isMoving = true;
-    if (player.catchUp(SLICE_MS)) changed();
+    isMoving = true;
+    if (player.catchUp(3 * SLICE_MS)) changed();
+    page.hasChanged = true;
   } else if (page.isPlaying) {
     const speed = SPEEDS[page.speed];
     isMoving = true;
@@ -356,8 +358,7 @@ function frame(now) {
   }
   isMoving = stage.draw(player, page.colours, page.follow, seconds, isStill.matches) || isMoving;
   showNow();
-  if (page.hasChanged) showPanels();
-  else if (!page.isPlaying) isMoving = compareOthers() || isMoving;
+  if (!page.hasChanged && !page.isPlaying) isMoving = compareOthers() || isMoving;
   frames.work.push(performance.now() - begun);
   if (frames.work.length > 600) frames.work.shift();
   if (!isMoving) frames.last = 0;
@@ -389,9 +390,10 @@ function showNow() {
 
 function showPanels() {
   page.hasChanged = false;
-  drawField(player, page.colours);
+  const isInFlight = player.step && !player.isCommitted; // What the workers hold already is not on show yet.
+  if (!isInFlight) drawField(player, page.colours);
   drawLoss(player, page.colours);
-  if (!player.isBehind) {
+  if (!player.isBehind && !isInFlight) {
     showHashes(player, page.colours);
     showOthers(player, false);
     page.comparedAt = "";

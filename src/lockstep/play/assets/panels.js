@@ -277,7 +277,7 @@ function inTurn(terms, colours, added) {
       shown.push(plain(" + "));
       sum = Math.fround(sum + value);
     }
-    shown.push(coloured(signed(value, 5), colours.worker[worker], k <= added || added === Infinity ? "" : "later"));
+    shown.push(coloured(signed(value), colours.worker[worker], k <= added || added === Infinity ? "" : "later"));
     if (k && k < terms.length - 1) shown.push(plain(")"));
   });
   return [shown, sum];
@@ -287,7 +287,7 @@ function alongTree(terms, colours) {
   const given = new Map(terms.map((term) => [term.node.join(), term]));
   const visit = (node, isOuter) => {
     const term = given.get(node.join());
-    if (term) return [[coloured(signed(term.value, 5), colours.worker[term.worker])], term.value];
+    if (term) return [[coloured(signed(term.value), colours.worker[term.worker])], term.value];
     const [left, right] = halves(node).map((half) => visit(half, false));
     const sum = Math.fround(left[1] + right[1]);
     return [[plain(isOuter ? "" : "("), ...left[0], plain(" + "), ...right[0], plain(isOuter ? "" : ")")], sum];
@@ -302,7 +302,7 @@ export function drawTimeline(settings, colours) {
   const inputs = stepInputs(settings);
   const times = simulate(inputs);
   const model = MODELS[settings.model];
-  const [left, right, top] = [62, width - 8, 6];
+  const [left, right, top] = [72, width - 2, 4];
   const row = Math.min(34, (height - 26) / 2 - 8);
   const begin = settings.accumulation > 1 ? Math.max(0, (times.spans.find((span) => span.name === "passes")?.end ?? 0) * 0.96) : 0;
   const x = (seconds) => left + ((right - left) * Math.max(0, seconds - begin)) / (times.step_s - begin || 1);
@@ -347,7 +347,7 @@ export function drawTimeline(settings, colours) {
   for (let tick = 0; tick <= 4; tick++) {
     const seconds = begin + ((times.step_s - begin) * tick) / 4;
     c.textAlign = tick === 0 ? "left" : tick === 4 ? "right" : "center";
-    c.fillText(secondsInWords(seconds), x(seconds), rows.network + row + 16);
+    c.fillText(seconds ? secondsInWords(seconds) : "0", x(seconds), rows.network + row + 16);
   }
   const hidden = times.network_s > 0 ? Math.max(0, 1 - times.exposed_s / times.network_s) : 1;
   byId("timeline-what").textContent = `${model.name} on ${settings.workers} × ${DEVICE.name}, simulated`;
@@ -411,7 +411,10 @@ export function drawEfficiency(settings, published, colours) {
     c.fillText(`${100 * share} %`, left - 5, y(share));
   }
   c.textAlign = "center";
-  for (let workers = 1; workers <= MOST_WORKERS; workers *= 4) c.fillText(workers.toLocaleString("en"), x(workers), bottom + 12);
+  for (let workers = 1; workers <= MOST_WORKERS; workers *= 4) {
+    c.textAlign = workers === MOST_WORKERS ? "right" : "center";
+    c.fillText(workers.toLocaleString("en"), x(workers) + (workers === MOST_WORKERS ? 8 : 0), bottom + 12);
+  }
   for (const { workers, efficiency: share, label } of published) {
     c.beginPath();
     c.arc(x(workers), y(share), 3, 0, 2 * Math.PI);

@@ -60,10 +60,13 @@ export class Stage {
     const top = STRIP_TOP + STRIP_HEIGHT + 26;
     this.cx = this.width / 2;
     this.cy = (top + this.height - 8) / 2;
-    const room = Math.min(this.width, (this.height - top) * 1.5);
-    this.radius = Math.max(14, Math.min(44, (room * 0.62) / Math.max(count, 3.4) + 7, room * 0.12));
-    this.rx = Math.min(this.width / 2 - this.radius - 26, (this.height - top) * 0.85);
-    this.ry = (this.height - top - 8) / 2 - this.radius - 14;
+    const room = this.height - top;
+    const most = Math.min(room * (count > 5 ? 0.115 : 0.14), this.width * 0.12, 46);
+    // Nodes take at most two thirds of the way around.
+    const around = Math.PI * (this.width * 0.34 + room * 0.32);
+    this.radius = Math.max(13, Math.min(most, (0.33 * around) / count));
+    this.rx = Math.min(this.width / 2 - this.radius - 24, room * 0.95);
+    this.ry = (room - 8) / 2 - this.radius - 14;
     if (count === 1) this.rx = this.ry = 0;
     this.start = count === 2 ? Math.PI : -Math.PI / 2;
     const share = isStill ? 1 : 1 - Math.exp(-seconds * 9);
@@ -102,9 +105,9 @@ export class Stage {
       c.ellipse(this.cx, this.cy, this.rx, this.ry, 0, 0, 2 * Math.PI);
     } else if (this.player.settings.reduction === "server") {
       for (const worker of this.workers) this.#line(this.spots.get(worker), this.spots.get(SERVER));
-    } else {
+    } else if (this.phase === "round") {
       for (const a of this.workers) for (const b of this.workers) if (a < b) this.#line(this.spots.get(a), this.spots.get(b));
-      c.globalAlpha = this.workers.length > 8 ? 0.35 : 0.7;
+      c.globalAlpha = this.workers.length > 8 ? 0.3 : 0.6;
     }
     c.stroke();
     c.globalAlpha = 1;
@@ -359,8 +362,10 @@ export class Stage {
     if (player.settings.workers === 1 || this.hasServer) return;
     const small = this.width < 440;
     const [x, y] = [this.cx, this.cy];
-    if (this.hasTree && this.ry > 60) {
-      this.#tree(x, y, Math.min(this.rx * 1.15 - 20, 260), Math.min(this.ry * 0.8, 110));
+    if (this.hasTree) {
+      const inside = { width: 2 * (this.rx - this.radius) - 36, height: 2 * (this.ry - this.radius) - 46 };
+      if (this.workers.length > 2 || this.player.settings.workers > 2) this.#tree(x, y - 6, Math.min(inside.width * 0.82, 300), Math.max(48, Math.min(inside.height, 112)));
+      else this.#tree(x, y - 6, Math.min(inside.width, 280), 112);
       return;
     }
     if (this.phase !== "round" || player.step.kind !== "ring") return;
@@ -422,6 +427,6 @@ export class Stage {
       c.fill();
     };
     visit([0, SHARDS]);
-    this.#text(this.phase === "sum" ? "every owner adds along the same tree" : "16 shards, one tree", x, y + height / 2 + 20, 11.5, colours.soft);
+    this.#text(this.phase === "sum" ? "each owner adds along it" : "one tree over 16 shards", x, y + height / 2 + 17, 11, colours.soft);
   }
 }
