@@ -2,7 +2,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.replica.layout import ALIGNMENT_BYTES, EXACT_COUNTERS, Granularity, ParamSpec, aligned, plan
+from lockstep.replica.granularity import Granularity
+from lockstep.replica.layout import ALIGNMENT_BYTES, EXACT_COUNTERS, ParamSpec, aligned, plan
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

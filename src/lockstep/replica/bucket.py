@@ -23,7 +23,8 @@ from torch import Tensor
 from lockstep.comm.memory import Memory, Request
 from lockstep.comm.peers import Doing
 from lockstep.replica import layout
-from lockstep.replica.layout import BucketPlan, Granularity, LayoutRules, ParamSpec, num_reals, strides_of, view_of
+from lockstep.replica.granularity import Granularity
+from lockstep.replica.layout import BucketPlan, LayoutRules, ParamSpec, num_reals, strides_of, view_of
 from lockstep.torch_private import foreach_
 from lockstep.weight import Factor
 from lockstep.world import World

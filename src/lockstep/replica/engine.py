@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from lockstep.comm.group import shares_memory
 from lockstep.comm.memory import memory_of
 from lockstep.errors import UsageError
-from lockstep.replica import agreement, allocator, layout, modules
+from lockstep.replica import agreement, allocator, modules
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.bucket import Buckets
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.embedding_rows import RowsReducer, find_tables
-from lockstep.replica.layout import LATE, UNCUT, Granularity
+from lockstep.replica.granularity import LATE, UNCUT, Granularity, usual_granularity
 from lockstep.replica.model_mesh import ModelMesh, all_reduce
 from lockstep.replica.optimizer import SplitOptimizer
 from lockstep.replica.params import Owned
@@ -424,15 +424,15 @@ def granularity(
 ) -> Granularity:
     """How finely gradients are cut into buckets, by the way that they travel; the user's cap counts if given."""
     is_coded = wire is not None and device.type == "cuda"
-    # Within a host a message costs more than what a smaller one would hide.
-    share = layout.ALL_OF_REST if world.peers.are_on_one_host or is_coded else layout.SHARE_OF_REST
     if cap_mb is None and is_coded:
         cap_mb = getattr(wire, "bucket_mb", None)
-    if cap_mb is not None:
-        return Granularity(int(cap_mb * (1 << 20)), share)
-    if device.type == "cuda" and wire is None and not zero:
-        return Granularity(layout.LARGE_BUCKET_BYTES, max(share, layout.HALF_OF_REST), growth=layout.GROWTH)
-    return Granularity(share_of_rest=share)
+    return usual_granularity(
+        is_on_one_host=world.peers.are_on_one_host,
+        is_on_gpu=device.type == "cuda",
+        cap_mb=cap_mb,
+        is_coded=is_coded,
+        zero=zero,
+    )
 
 
 def are_all_computing(world: World) -> bool:

@@ -19,44 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lockstep.replica.granularity import USUAL, Granularity, fill
+
 ALIGNMENT_BYTES = 128
 """Two of the widest vectors: torch's loops take two at a time, and what is left over goes another way."""
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
-"""What torch DDP uses too."""
-
-SHARE_OF_REST = 6
-"""A bucket takes at most one in so many bytes of what is left, so that a slow link is never without work for long."""
-ALL_OF_REST = 1
-"""The same within a host, where more messages hide little: through memory they cost time of the same cores."""
-LARGE_BUCKET_BYTES = 100 << 20
-"""On GPUs, where a message costs their time: what grows to it and shrinks again leaves early and ends soon."""
-GROWTH = 4
-"""There a bucket is at most so many times as large as the one before it."""
-HALF_OF_REST = 2
-"""What is left shrinks there by halves, within a host: few messages more, and the last one is small."""
 
 EXACT_COUNTERS = (torch.float32, torch.float64)
 """Dtypes in which sums of marks and weights over the workers lose nothing that matters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Granularity:
-    """How finely gradients are cut into buckets."""
-
-    cap_bytes: int = BUCKET_BYTES
-    share_of_rest: int = SHARE_OF_REST
-    first_cap_bytes: int = FIRST_BUCKET_BYTES
-    growth: int | None = None
-    """How many times as large as the one before it a bucket may be; None for as large as can be."""
-    leaves_early: bool = True
-    """Whether a bucket leaves when it is full, and not at the end of the pass."""
-
-
-USUAL = Granularity()
-UNCUT = Granularity(cap_bytes=sys.maxsize, share_of_rest=ALL_OF_REST, first_cap_bytes=sys.maxsize, leaves_early=False)
-LATE = Granularity(share_of_rest=ALL_OF_REST, first_cap_bytes=BUCKET_BYTES, leaves_early=False)
-"""As few as buckets of the usual size can be, where none of them need leave early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,27 +153,11 @@ def _fill(specs: Sequence[ParamSpec], grain: Granularity) -> list[list[ParamSpec
 
 
 def _fill_kind(specs: Sequence[ParamSpec], grain: Granularity) -> Iterator[list[ParamSpec]]:
-    """Groups of about the cap, the first one small; towards the end each takes a share of what is left.
-
-    The last bucket is complete only when the backward pass ends, so nothing hides it: the smaller, the better. For
-    the same reason a tensor larger than a bucket, such as an embedding, does not keep smaller ones waiting.
-    """
-    left = sum(spec.num_bytes for spec in specs)
-    first = min(grain.first_cap_bytes, grain.cap_bytes)
-    cap, large = first, grain.cap_bytes
-    group: list[ParamSpec] = []
-    size = 0
-    for spec in specs:
-        if group and (spec.num_bytes >= large or size >= cap):
-            yield group
-            left -= size
-            grown = grain.cap_bytes if grain.growth is None else min(grain.cap_bytes, size * grain.growth)
-            cap = large = min(max(grown, first), max(left // grain.share_of_rest, first))
-            group, size = [], 0
-        group.append(spec)
-        size += spec.num_bytes
-    if group:
-        yield group
+    """Groups as `granularity.fill` cuts them."""
+    begin = 0
+    for end in fill([spec.num_bytes for spec in specs], grain):
+        yield list(specs[begin:end])
+        begin = end
 
 
 def _lay_out(group: Sequence[ParamSpec], parts: int) -> BucketPlan:

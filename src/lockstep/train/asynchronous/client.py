@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import torch_private
 from lockstep.replica import layout
+from lockstep.replica.granularity import UNCUT
 from lockstep.replica.layout import BucketPlan, equal_spans, view_of
 from lockstep.replica.params import BucketPart
 from lockstep.train.asynchronous.connection import Connection, Transfer, Until, bytes_of
@@ -30,7 +31,7 @@ class FlatCopy:
 
     def __init__(self, params: Sequence[nn.Parameter], size: int) -> None:
         self._params = params
-        plans = layout.plan_for(params, layout.UNCUT, size)
+        plans = layout.plan_for(params, UNCUT, size)
         self._flats = [_Flat(plan, [params[slot.index] for slot in plan.slots], size) for plan in plans]
         self.used = bytearray(len(params))
         """By parameter, whether the gradients have one for it."""

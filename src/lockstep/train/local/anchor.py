@@ -23,7 +23,7 @@ from lockstep import torch_private
 from lockstep.comm.memory import Memory, Request, memory_of
 from lockstep.replica import layout
 from lockstep.replica.bucket import Bucket
-from lockstep.replica.layout import Granularity
+from lockstep.replica.granularity import ALL_OF_REST, Granularity
 from lockstep.replica.reduction import shape_of
 from lockstep.wire import Full, Wire
 from lockstep.wire.reduction import WireReduction
@@ -66,7 +66,7 @@ class Anchor:
         """The values of the last exchange; the same on all workers."""
         self._advance = advance
         self._sent: list[Tensor] | None = None
-        grain = Granularity(cap_bytes, layout.ALL_OF_REST, first_cap_bytes=cap_bytes)
+        grain = Granularity(cap_bytes, ALL_OF_REST, first_cap_bytes=cap_bytes)
         self._plans = layout.plan_for(common, grain)
         self._memory: Memory = Memory()
         self._wire: WireReduction | None = None
