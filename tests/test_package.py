@@ -35,9 +35,9 @@ ORDER = [
     {"elastic"},
     {"watching"},
     {"train"},
-    {"start"},
+    {"start", "plan"},
     {"verify"},
-    {"demo", "bench"},
+    {"demo", "bench", "play"},
     {"cli", "__main__"},
 ]
 """Rooms from the ground up: imports point to the same room or to an earlier one."""

@@ -6,6 +6,7 @@ every script and style but its own.
 """
 
 import base64
+import csv
 import hashlib
 import importlib.resources
 import json
@@ -29,6 +30,9 @@ MODULES = (
     "page",
 )
 """Each after those that it imports."""
+
+_VARIES = ("id", "gpus", "grad_accum", "global_batch", "memory_gb", "throughput_per_gpu")
+"""Columns in which rows of one configuration may differ."""
 
 _IMPORT = re.compile(r"^import \{[^}]*\} from \"\./(\w+)\.js\";\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=const|function|class|async)", re.MULTILINE)
@@ -72,10 +76,28 @@ def joined() -> str:
 
 
 def published() -> list[dict[str, object]]:
-    """Measured efficiencies that others have published: workers, efficiency, and a label for some."""
+    """Measured efficiencies that others have published: workers, efficiency, and a label for some.
+
+    From the planner's table: rows of one configuration on several numbers of devices, against the smallest number. Most
+    of these are small runs, so three well-known larger ones are added: Horovod's (Sergeev and Del Balso 2018, on 512
+    GPUs) and Goyal et al. (2017, ResNet-50, from 8 to 256 GPUs).
+    """
+    text = importlib.resources.files("lockstep.plan").joinpath("data", "published.csv").read_text(encoding="utf-8")
+    series: dict[tuple[str, ...], dict[int, float]] = {}
+    for row in csv.DictReader(text.splitlines()):
+        if row["throughput_per_gpu"]:
+            alike = tuple(value for key, value in row.items() if key not in _VARIES)
+            series.setdefault(alike, {})[int(row["gpus"])] = float(row["throughput_per_gpu"])
+    found: list[dict[str, object]] = [
+        {"workers": gpus, "efficiency": round(min(1.0, speed / speeds[min(speeds)]), 3), "label": ""}
+        for speeds in series.values()
+        for gpus, speed in sorted(speeds.items())
+        if gpus > min(speeds)
+    ]
     return [
-        {"workers": 512, "efficiency": 0.90, "label": "ResNet-101, Horovod"},
-        {"workers": 512, "efficiency": 0.68, "label": "VGG-16, Horovod"},
+        *found,
+        {"workers": 512, "efficiency": 0.90, "label": "ResNet-101"},
+        {"workers": 512, "efficiency": 0.68, "label": "VGG-16"},
         {"workers": 256, "efficiency": 0.90, "label": ""},
     ]
 

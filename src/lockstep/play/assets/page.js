@@ -49,9 +49,7 @@ function readAddress() {
   page.lesson = lesson;
   page.follow = follow;
   page.isPlaying = false;
-  player.ghost = [];
-  player.history = [];
-  player.begin({ settings: { ...START, ...settings }, events, steps });
+  player.begin({ settings: { ...START, ...settings }, events, steps }, { isNew: true });
   showLesson();
   changed();
 }
@@ -65,9 +63,7 @@ function say(text) {
 function openLesson(number) {
   const lesson = LESSONS[number - 1];
   page.lesson = number;
-  player.ghost = [];
-  player.history = [];
-  player.begin({ settings: { ...START, ...lesson.settings }, events: [], steps: lesson.steps ?? 0 });
+  player.begin({ settings: { ...START, ...lesson.settings }, events: [], steps: lesson.steps ?? 0 }, { isNew: true });
   page.isPlaying = !isStill.matches;
   page.speed = 2;
   showLesson();

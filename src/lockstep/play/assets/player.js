@@ -17,11 +17,12 @@ export class Player {
   }
 
   /** Go to a state { settings, events, steps }: the training is done anew, in slices (see catchUp). */
-  begin({ settings, events, steps }) {
+  begin({ settings, events, steps }, { isNew = false } = {}) {
+    if (isNew) this.ghost = this.history = [];
     const isSame = this.settings && Object.keys(settings).every((key) => SIMULATED.has(key) || settings[key] === this.settings[key]);
     const isSameEvents = this.events && JSON.stringify(events) === JSON.stringify(this.events);
     this.settings = settings;
-    if (isSame && isSameEvents && steps === this.steps) return;
+    if (isSame && isSameEvents && steps === this.steps && !isNew) return;
     if (!isSame && this.history?.length > 1) this.ghost = this.history;
     this.events = events;
     this.training = new Training(settings, events);
@@ -43,7 +44,7 @@ export class Player {
   /** Train for about so many milliseconds towards the state that was asked for; true when it is reached. */
   catchUp(budget) {
     const until = performance.now() + budget;
-    while (this.isBehind && performance.now() < until) this.#train();
+    while (this.isBehind && performance.now() < until) this.#train(this.training.steps + 1 === this.target);
     return !this.isBehind;
   }
 
@@ -55,7 +56,7 @@ export class Player {
       const other = this.others.get(workers);
       while (other.steps < this.steps) {
         if (performance.now() > until) return false;
-        other.step();
+        other.step(false);
       }
     }
     return true;
@@ -115,8 +116,8 @@ export class Player {
     return this.step ? Math.min(1, this.time / this.phases[this.place].seconds) : 0;
   }
 
-  #train() {
-    const step = this.training.step();
+  #train(isMeasured = true) {
+    const step = this.training.step(isMeasured);
     this.history.push({ samples: this.training.samples, loss: step.loss });
     return step;
   }

@@ -11,7 +11,7 @@ export const STEP_INPUTS = {
   bucket_bytes: undefined, bucket_ready: undefined, gather_bytes: [], accumulation: 1, reduces_each: false, zero: 0,
   regathers: true, algorithm: "auto", intra_latency_s: 0, intra_bytes_per_s: 1e30, inter_latency_s: 0,
   inter_bytes_per_s: 1e30, message_s: 0, launch_s: 0, wire_factor: 1, wire_s_per_byte: 0, contention: 0, jitter: 0,
-  spread: 0, straggler: 1, loader_s: 0,
+  spread: 0, straggler: 1, loader_s: 0, between_s: 0,
 };
 
 /** One step: { compute_s, wait_s, exposed_s, optimizer_s, data_s, step_s, network_s, sent_bytes, spans }. */
@@ -80,7 +80,7 @@ function simulatePasses(given) {
     lanes.compute("backward", -1, given.backward_s * rest * slow, -1);
   }
   lanes.run();
-  const optimizer_s = given.optimizer_s / (given.zero ? given.workers : 1);
+  const optimizer_s = given.optimizer_s / (given.zero ? given.workers : 1) + given.between_s;
   lanes.compute("update", -1, optimizer_s, -1);
   lanes.run();
   if ((given.zero === 1 || given.zero === 2) && !isAlone) {

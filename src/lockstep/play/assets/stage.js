@@ -363,9 +363,12 @@ export class Stage {
     const small = this.width < 440;
     const [x, y] = [this.cx, this.cy];
     if (this.hasTree) {
-      const inside = { width: 2 * (this.rx - this.radius) - 36, height: 2 * (this.ry - this.radius) - 46 };
-      if (this.workers.length > 2 || this.player.settings.workers > 2) this.#tree(x, y - 6, Math.min(inside.width * 0.82, 300), Math.max(48, Math.min(inside.height, 112)));
-      else this.#tree(x, y - 6, Math.min(inside.width, 280), 112);
+      const wide = player.settings.workers < 3 ? this.width - 60 : 2 * (this.rx - this.radius) - 36;
+      const high = player.settings.workers < 3 ? 112 : 2 * (this.ry - this.radius) - 46;
+      if (wide < 170 && this.phase === "round") return; // There is room for one or the other.
+      this.c.globalAlpha = this.phase === "round" ? 0.45 : 1;
+      this.#tree(x, y - 6, Math.min(wide * 0.85, 300), Math.max(48, Math.min(high, 112)));
+      this.c.globalAlpha = 1;
       return;
     }
     if (this.phase !== "round" || player.step.kind !== "ring") return;
@@ -427,6 +430,6 @@ export class Stage {
       c.fill();
     };
     visit([0, SHARDS]);
-    this.#text(this.phase === "sum" ? "each owner adds along it" : "one tree over 16 shards", x, y + height / 2 + 17, 11, colours.soft);
+    if (width > 150) this.#text(this.phase === "sum" ? "each owner adds along it" : "one tree over 16 shards", x, y + height / 2 + 17, 11, colours.soft);
   }
 }

@@ -46,8 +46,9 @@ export class Training {
     return this.samples / NUM_SAMPLES;
   }
 
-  /** One update from one global batch; returns what happened, for the eye. */
-  step() {
+  /** One update from one global batch; returns what happened, for the eye. `isMeasured`: with the gradient's error. */
+  step(isMeasured = true) {
+    this.isMeasured = isMeasured;
     const before = this.workers;
     this.#applyEvents();
     const samples = globalBatch(this.settings.seed, this.settings.batch, this.steps);
@@ -167,7 +168,7 @@ export class Training {
       // Each of several contributions of a worker has its own error feedback only if there is one; else none is kept.
       const kept = reduction === "tree" ? null : Object.fromEntries(this.workers.map((worker) => [worker, this.#keptBy(worker)]));
       reduced = reduce(reduction, contributions, this.workers, wire, kept);
-      error = this.#errorOf(reduced.sums[this.workers[0]], samples);
+      error = this.isMeasured ? this.#errorOf(reduced.sums[this.workers[0]], samples) : null;
       for (const worker of this.workers) this.replicas[worker].update(reduced.sums[worker], this.rate);
     } else {
       for (const worker of this.workers) {
@@ -217,6 +218,8 @@ export class Training {
       const mean = shared((part) => part.mean);
       const variance = shared(unbiased);
       for (const worker of this.workers) learn(worker, mean, variance);
+    } else if (this.settings.norm === "all") {
+      for (const worker of this.workers) learn(worker, parts[0].mean, unbiased(parts[0]));
     } else {
       for (const part of parts) if (part.samples.length) learn(part.worker, part.mean, unbiased(part));
     }
