@@ -5,7 +5,7 @@ export const LESSONS = [
     title: "What data parallelism is",
     text: [
       "One network, several <em>workers</em>. Each holds a copy, takes its part of the <em>global batch</em>, and works out a gradient. The gradients are added up, and all take the same step.",
-      "Everything here is computed as you watch: a small network learns to tell two spirals apart. Each colour is a worker, everywhere on this page.",
+      "Everything here is computed as you watch: a small network learns to tell two spirals apart. Each colour is a worker, everywhere on this page; the pattern in its circle is the hash of its weights.",
     ],
     settings: { workers: 4, reduction: "ring" },
     tries: [{ label: "One worker alone", set: { workers: 1 } }, { label: "Eight workers", set: { workers: 8 } }, { label: "Make 200 steps", steps: 200 }],
@@ -89,16 +89,16 @@ export const LESSONS = [
   {
     title: "Memory, and ZeRO",
     text: [
-      "Every worker holds parameters, gradients and optimizer state: with Adam and half precision, 16 bytes a parameter, N times over. ZeRO splits what need not be everywhere: <em>1</em> the optimizer state, <em>2</em> gradients too, <em>3</em> parameters too.",
+      "Every worker holds parameters, gradients and optimizer state: with Adam 16 bytes a parameter, N times over. ZeRO splits what need not be everywhere: <em>1</em> the optimizer state, <em>2</em> gradients too, <em>3</em> parameters too.",
       "The result is the same. The price of 3 is that parameters are gathered before they are used.",
     ],
-    settings: { workers: 8, model: "llama-8b", gbits: 1600, zero: "0" },
+    settings: { workers: 4, model: "llama-13b", gbits: 1600, zero: "0" },
     look: "memory",
     tries: [
       { label: "zero=1", set: { zero: "1" } },
       { label: "zero=2", set: { zero: "2" } },
       { label: "zero=3: now it fits", set: { zero: "3" } },
-      { label: "zero=3 on 2 workers", set: { zero: "3", workers: 2 } },
+      { label: "Eight workers: zero=2 would do", set: { zero: "2", workers: 8 } },
     ],
   },
   {
@@ -136,10 +136,10 @@ export const LESSONS = [
       "Computing is divided by N; communication is not. So efficiency falls with N, sooner on a slow network or with a small part for each worker. Dots are published measurements.",
       "If the model trains in an hour on one device, stay there. If your batch cannot grow without hurting the result, more workers only cut it thinner. If one layer does not fit on a device, you need tensor or pipeline parallelism as well.",
     ],
-    settings: { workers: 16, model: "gpt2", gbits: 10 },
+    settings: { workers: 16, model: "gpt2", gbits: 25 },
     look: "efficiency",
     tries: [
-      { label: "A network thirty times as fast", set: { gbits: 400 } },
+      { label: "A network sixteen times as fast", set: { gbits: 400 } },
       { label: "Accumulate 8 passes", set: { accumulation: 8 } },
       { label: "int8 on the wire", set: { wire: "int8" } },
     ],

@@ -141,7 +141,7 @@ function makeControls() {
   for (const control of CONTROLS) {
     if (!groups.has(control.group)) {
       const inside = make("div", { className: "inside" });
-      const details = make("details", { open: groups.size < 1 }, make("summary", { textContent: control.group }), inside);
+      const details = make("details", { open: groups.size < 2 }, make("summary", { textContent: control.group }), inside);
       groups.set(control.group, inside);
       byId("controls").append(details);
     }

@@ -134,6 +134,7 @@ export function drawLoss(player, colours) {
 export function showHashes(player, colours) {
   const { training, settings } = player;
   const hashes = new Map(training.workers.map((worker) => [worker, training.hash(worker)]));
+  player.shownHashes = hashes;
   const [first] = training.workers;
   const items = Array.from({ length: settings.workers }, (_, worker) => {
     const hash = hashes.get(worker);
@@ -425,8 +426,8 @@ export function drawEfficiency(settings, published, colours) {
     c.stroke();
     if (!label || width < 340) continue;
     c.fillStyle = colours.faint;
-    c.textAlign = workers > 200 ? "right" : "center";
-    c.fillText(label, x(workers) + (workers > 200 ? -7 : 0), y(share) + (workers > 200 ? 0 : 12));
+    c.textAlign = "center";
+    c.fillText(label, x(workers), y(share) - 11);
   }
   c.beginPath();
   const points = 40;

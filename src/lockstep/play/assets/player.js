@@ -13,6 +13,8 @@ const REDUCED_RING_SECONDS = 7;
 export class Player {
   constructor(state) {
     this.ghost = [];
+    /** Hashes of the weights on show, by worker. */
+    this.shownHashes = new Map();
     this.begin(state);
   }
 

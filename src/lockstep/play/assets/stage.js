@@ -231,8 +231,11 @@ export class Stage {
       }
       c.lineCap = "butt";
     }
-    if (isAlive) this.#matrix(worker, x, y, radius, Math.max(0, (passed - 1 / 3) * 1.5));
-    else this.#text("lost", x, y, 12, colours.soft);
+    if (isAlive) {
+      this.#fingerprint(worker, x, y, radius, passed);
+      this.#matrix(worker, x, y, radius, Math.max(0, (passed - 1 / 3) * 1.5));
+    }
+    if (!isAlive) this.#text("lost", x, y, 12, colours.soft);
     this.#name(worker, x, y, radius, passed);
     c.globalAlpha = 1;
   }
@@ -246,6 +249,26 @@ export class Stage {
     this.#text(String(worker), nx, ny, 12, colours.worker[worker], { weight: 700 });
     const waits = this.phase === "compute" && passed >= 1 && this.t < 0.97 && this.workers.length > 1;
     if (waits && this.workers.some((other) => this.#passed(other) < 0.9)) this.#text("waits", x, y, Math.min(11, radius / 2.4), colours.soft);
+  }
+
+  /** The hash of a worker's weights as a pattern: replicas that are equal look alike. */
+  #fingerprint(worker, x, y, radius, passed) {
+    const hash = this.player.shownHashes.get(worker);
+    const shown = this.phase === "update" ? Math.max(0, 2 * this.t - 1) : this.phase === "compute" || passed > 0 ? Math.max(0, 1 - 3 * passed) : 1;
+    if (!hash || shown <= 0) return;
+    const { c, colours } = this;
+    const cell = (radius * 1.0) / 5;
+    const first = this.player.shownHashes.get(this.workers[0]);
+    c.fillStyle = hash === first ? colours.soft : colours.bad;
+    const before = c.globalAlpha;
+    c.globalAlpha = before * shown * 0.8;
+    for (let row = 0; row < 5; row++) {
+      for (let column = 0; column < 5; column++) {
+        const digit = parseInt(hash[3 * row + Math.min(column, 4 - column)], 16);
+        if (digit & 1) c.fillRect(x + (column - 2.5) * cell, y + (row - 2.5) * cell, cell - 0.6, cell - 0.6);
+      }
+    }
+    c.globalAlpha = before;
   }
 
   /** What a worker holds: a row for each chunk of the gradient, a column for each worker whose part is in the sum. */
@@ -270,7 +293,7 @@ export class Stage {
         c.fillRect(left + column * cell, top + row * cell, cell - gap, cell - gap);
       }
     }
-    if (this.phase !== "compute" && count > 1) {
+    if (this.phase !== "compute" && count > 1 && player.step.kind !== "async") {
       c.strokeStyle = colours.ink;
       c.lineWidth = 1;
       c.globalAlpha = 0.55 * fade;
