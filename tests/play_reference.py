@@ -128,7 +128,9 @@ def gradients(tensors, x, y, scale):
         for j in range(width):
             d1 = d1 + d2[j] * w2[j]
         d1 = d1 * (F(1) - a1 * a1)
-        for grad, change in zip(grads, (d1[:, None] * x[s], d1, d2[:, None] * a1, d2, (d * a2)[None], [d]), strict=True):
+        for grad, change in zip(
+            grads, (d1[:, None] * x[s], d1, d2[:, None] * a1, d2, (d * a2)[None], [d]), strict=True
+        ):
             grad += np.asarray(change, F)
     return np.concatenate([grad.ravel() for grad in grads]), loss
 

@@ -270,7 +270,11 @@ def test_every_state_has_an_address(shown):
     assert shown("playground.player.steps") == 10
     shown.go("lesson=2")
     shown.go(address)
-    assert shown("[playground.player.steps, playground.player.training.hash(0), location.hash]") == [10, digest, address]
+    assert shown("[playground.player.steps, playground.player.training.hash(0), location.hash]") == [
+        10,
+        digest,
+        address,
+    ]
     shown.go("workers=99&steps=-4&rate=lots&events=x&lesson=11&model=<b>")
     assert shown("[playground.player.settings.workers, playground.player.steps, playground.page.lesson]") == [4, 0, 10]
 
@@ -288,7 +292,11 @@ def test_ten_lessons_and_all_they_offer(shown):
             for _ in range(3):  # Into the step, phase by phase, and to its end.
                 shown("playground.actions['phase-on'](), settle()")
             shown("playground.actions['step-on'](), settle()")
-            seen.add(shown("text('timeline-says') + text('memory-says') + playground.player.training.hash(playground.player.training.workers[0]) + playground.player.training.workers"))
+            seen.add(
+                shown(
+                    "text('timeline-says') + text('memory-says') + playground.player.training.hash(playground.player.training.workers[0]) + playground.player.training.workers"
+                )
+            )
         assert len(seen) == shown(f"playground.LESSONS[{number - 1}].tries.length"), number
 
 

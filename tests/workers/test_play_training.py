@@ -1,6 +1,5 @@
 """The playground against the engine: what its page computes is what Trainer and the ring of comm/ come to."""
 
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -30,6 +30,7 @@ const inputs = new Map();
 /** Change settings; the training is done anew with them, as far as it had come or to step `to`. */
 function set(patch, { events = player.events, to = player.steps } = {}) {
   player.begin({ settings: { ...player.settings, ...patch }, events, steps: to });
+  player.catchUp(0);
   changed();
 }
 

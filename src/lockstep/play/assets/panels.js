@@ -254,7 +254,7 @@ export function showSum(player, colours, follow) {
   const place = byId("sum-text");
   if (!step || player.phase.name === "deal" || step.kind === "async" || !step.rounds.length) {
     title.textContent = count === 1 ? "One worker has the whole gradient" : "One number of the gradient";
-    place.replaceChildren(plain(step?.kind === "async" ? "Each worker's gradient is used by itself." : !step?.rounds.length && step ? "Nothing is sent in this step." : "–"));
+    place.replaceChildren(plain(step?.kind === "async" ? "Each worker's gradient is used by itself." : !step?.rounds.length && step ? "Nothing is sent in this step." : "comes with the backward pass"));
     return;
   }
   const chunk = Math.min(follow, step.chunks.length - 1);

@@ -47,7 +47,9 @@ export class Player {
   catchUp(budget) {
     const until = performance.now() + budget;
     while (this.isBehind && performance.now() < until) this.#train(this.training.steps + 1 === this.target);
-    return !this.isBehind;
+    if (this.isBehind) return false;
+    this.training.applyEvents();
+    return true;
   }
 
   /** Train the same on other numbers of workers, in slices; true when all have come as far. */

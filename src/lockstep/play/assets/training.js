@@ -49,15 +49,14 @@ export class Training {
   /** One update from one global batch; returns what happened, for the eye. `isMeasured`: with the gradient's error. */
   step(isMeasured = true) {
     this.isMeasured = isMeasured;
-    const before = this.workers;
-    this.#applyEvents();
+    this.applyEvents();
     const samples = globalBatch(this.settings.seed, this.settings.batch, this.steps);
     const happened = this.settings.mode === "async" ? this.#asynchronous(samples) : this.#together(samples);
     Object.assign(happened, {
       number: this.steps,
       samples,
       rate: this.rate,
-      lost: before.filter((worker) => !this.workers.includes(worker)),
+      lost: this.events.filter(({ step, alive }) => step === this.steps && !alive).map(({ worker }) => worker),
       bytes: bytesSent(happened.rounds),
     });
     for (const [worker, bytes] of Object.entries(happened.bytes)) this.totalBytes[worker] = (this.totalBytes[worker] ?? 0) + bytes;
@@ -85,7 +84,8 @@ export class Training {
     return found && { ...found, name: this.network.nameOf(found.index) };
   }
 
-  #applyEvents() {
+  /** Who is lost or joins at the coming step. */
+  applyEvents() {
     for (const { step, worker, alive } of this.events) {
       if (step !== this.steps || worker >= this.settings.workers) continue;
       if (alive && !this.workers.includes(worker)) {
