@@ -27,7 +27,7 @@ WIDTH = 600
 COLOURS = 96
 
 STILLS = {
-    # The address, the phases to go on, seconds into the last of them, what to do, width, height, dark, share of the size.
+    # The address, phases to go on, seconds into the last one, what to do, width, height, dark, share of the size.
     "play-desktop": ("#lesson=3&workers=8&steps=60&reduction=tree", 4, 0.8, "", 1280, 800, False, 0.75),
     "play-dark": ("#lesson=1&workers=8&steps=60&reduction=ring", 8, 0.2, "", 1280, 800, True, 0.75),
     "play-phone": ("#workers=5&steps=60&reduction=ring", 6, 0.25, "scrollTo(0, 190)", 390, 844, False, 1.0),
@@ -128,8 +128,13 @@ def show(browser, path, address, width, height, *, dark=False) -> None:
 def settle(browser) -> None:
     """Until what is drawn is what is computed."""
     browser.value(
-        "(async () => { const { page, player } = playground; const frame = () => new Promise((next) => setTimeout(() => requestAnimationFrame(next), 0));"
-        " await frame(); while (player.isBehind || page.hasChanged) await frame(); for (let k = 0; k < 2; k++) await frame(); })()"
+        """(async () => {
+          const { page, player } = playground;
+          const frame = () => new Promise((next) => setTimeout(() => requestAnimationFrame(next), 0));
+          await frame();
+          while (player.isBehind || page.hasChanged) await frame();
+          for (let k = 0; k < 2; k++) await frame();
+        })()"""
     )
 
 
@@ -154,7 +159,7 @@ def write_gif(frames, target) -> None:
     flat = []
     for change in changes:
         image = Image.fromarray(change, mode="P")
-        image.putpalette(palette.getpalette()[: 3 * COLOURS] + [255, 255, 255])
+        image.putpalette([*palette.getpalette()[: 3 * COLOURS], 255, 255, 255])
         flat.append(image)
     flat[0].save(
         target, save_all=True, append_images=flat[1:], duration=1000 / FRAMES_PER_S, loop=0,

@@ -20,7 +20,11 @@ globalThis.settle = async () => {
   const { page, player } = playground;
   while (player.isBehind || page.hasChanged) await new Promise((done) => setTimeout(done, 15));
 };
-globalThis.go = async (address) => { location.hash = address; await new Promise((done) => setTimeout(done, 20)); await settle(); };
+globalThis.go = async (address) => {
+  location.hash = address;
+  await new Promise((done) => setTimeout(done, 20));
+  await settle();
+};
 globalThis.choose = async (key, value) => {
   const place = document.querySelector(`[data-key="${key}"]`);
   place.closest("details").open = true;
@@ -37,9 +41,22 @@ globalThis.trained = (settings, steps, events = []) => {
   const training = new playground.Training({ ...playground.START, ...settings }, events);
   const losses = [];
   for (let k = 0; k < steps; k++) losses.push(training.step().loss);
-  return { losses, hash: training.hash(training.workers[0]), isEqual: training.isEqual, bytes: training.last.bytes, error: training.last.error };
+  const { bytes, error } = training.last;
+  return { losses, hash: training.hash(training.workers[0]), isEqual: training.isEqual, bytes, error };
 };
 globalThis.text = (id) => document.getElementById(id).textContent;
+globalThis.until = async (holds) => {
+  while (!holds()) await new Promise((done) => setTimeout(done, 20));
+  return true;
+};
+globalThis.shownState = () => {
+  const { training } = playground.player;
+  return text("timeline-says") + text("memory-says") + training.hash(training.workers[0]) + training.workers;
+};
+globalThis.outside = () => [...document.querySelectorAll("button, p, h1, h2, label, li, canvas")].filter((each) => {
+  const box = each.getBoundingClientRect();
+  return box.width && !each.closest(".hidden, .bits, .skip") && (box.right > innerWidth + 1 || box.left < -1);
+}).map((each) => each.outerHTML);
 """
 
 
@@ -292,11 +309,7 @@ def test_ten_lessons_and_all_they_offer(shown):
             for _ in range(3):  # Into the step, phase by phase, and to its end.
                 shown("playground.actions['phase-on'](), settle()")
             shown("playground.actions['step-on'](), settle()")
-            seen.add(
-                shown(
-                    "text('timeline-says') + text('memory-says') + playground.player.training.hash(playground.player.training.workers[0]) + playground.player.training.workers"
-                )
-            )
+            seen.add(shown("shownState()"))
         assert len(seen) == shown(f"playground.LESSONS[{number - 1}].tries.length"), number
 
 
@@ -307,12 +320,10 @@ def test_killing_a_worker_in_the_lesson_keeps_the_bits(shown):
     shown("document.getElementById('lesson-tries').children[0].click(), settle()")
     shown("playground.page.isPlaying = false, playground.actions['step-on'](), settle()")
     assert shown("playground.player.training.workers") == [0, 1, 3]
-    wait = "(async () => { while (!text('alone').includes('any number')) await new Promise((d) => setTimeout(d, 20)); return true; })()"
-    assert shown(wait)
+    assert shown("until(() => text('alone').includes('any number'))")
     assert shown("text('bits')") == ""
     shown("choose('reduction', 'ring')")
-    wait = wait.replace("text('alone').includes('any number')", "text('bits')")
-    assert shown(wait)
+    assert shown("until(() => text('bits'))")
     assert "First difference from one worker alone" in shown("text('bits')")
     assert shown("document.querySelectorAll('#bits mark').length") == 2
 
@@ -379,13 +390,7 @@ def test_nothing_overflows_on_a_phone(play):
         for number in range(1, 11):
             play(f"playground.openLesson({number}), settle()")
             assert play("document.documentElement.scrollWidth") <= width
-            inside = (
-                "[...document.querySelectorAll('button, p, h1, h2, label, li, canvas')].filter((each) => {"
-                " const box = each.getBoundingClientRect();"
-                " return box.width && !each.closest('.hidden, .bits') && (box.right > innerWidth + 1 || box.left < -1)"
-                " && !each.classList.contains('skip') && !each.classList.contains('hidden'); }).map((each) => each.outerHTML)"
-            )
-            assert play(inside) == []
+            assert play("outside()") == []
     assert play.browser.complaints() == []
 
 

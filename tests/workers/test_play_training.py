@@ -1,16 +1,15 @@
 """The playground against the engine: what its page computes is what Trainer and the ring of comm/ come to."""
 
+import play_reference
 import pytest
 import torch
 import torch.distributed as dist
+from report_browser import CHROMIUM, Browser
 from torch import nn
 
 import lockstep
 from lockstep.cli.main import main
 from lockstep.comm.ring import ring_all_reduce
-
-import play_reference
-from report_browser import CHROMIUM, Browser
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
