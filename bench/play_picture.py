@@ -96,7 +96,7 @@ def film(browser, path) -> list:
 
     def take(seconds, speed=1.0):
         for _ in range(round(seconds * FRAMES_PER_S)):
-            browser.value(f"playground.player.advance({speed / FRAMES_PER_S}); playground.page.hasChanged = true")
+            browser.value(f"playground.player.advance({speed / FRAMES_PER_S}); playground.page.hasChanged = true; playground.wake()")
             settle(browser)
             frames.append(shot(browser, box))
 

@@ -30,8 +30,8 @@ export function makeColours(isDark) {
     return hex(fromOklch(lightness, 0.145, hue));
   });
   const ink = isDark
-    ? { ink: "#eceef1", soft: "#a4abb6", faint: "#767d89", line: "#2a2e36", fill: "#22262d", card: "#181b21", bad: "#ff8573", good: "#4cc38a" }
-    : { ink: "#1a1d23", soft: "#5c626d", faint: "#8b919c", line: "#e4e4df", fill: "#eeeeea", card: "#ffffff", bad: "#c2331f", good: "#18794e" };
+    ? { ink: "#eceef1", soft: "#a4abb6", faint: "#8a919d", line: "#2a2e36", fill: "#22262d", card: "#181b21", bad: "#ff8573", good: "#4cc38a" }
+    : { ink: "#1a1d23", soft: "#5c626d", faint: "#6e7480", line: "#e4e4df", fill: "#eeeeea", card: "#ffffff", bad: "#c2331f", good: "#18794e" };
   return { ...ink, worker, isDark, server: ink.soft };
 }
 

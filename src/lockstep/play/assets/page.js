@@ -38,6 +38,7 @@ function changed() {
   page.hasChanged = page.needsMachines = true;
   refreshControls();
   writeAddress();
+  wake();
 }
 
 function writeAddress() {
@@ -131,7 +132,10 @@ function bring(worker) {
 /** Workers that are there at the coming step. */
 function aliveNow() {
   const alive = new Set(Array.from({ length: player.settings.workers }, (_, worker) => worker));
-  for (const { worker, alive: comes } of player.events) if (comes) alive.add(worker); else alive.delete(worker);
+  for (const event of player.events.filter(({ step }) => step <= player.steps)) {
+    if (event.alive) alive.add(event.worker);
+    else alive.delete(event.worker);
+  }
   return alive;
 }
 
@@ -280,7 +284,10 @@ function listen() {
     actions[KEYS[event.key]]();
   });
   addEventListener("hashchange", readAddress);
-  new ResizeObserver(() => (page.hasChanged = page.needsMachines = true)).observe(document.body);
+  new ResizeObserver(() => {
+    page.hasChanged = page.needsMachines = true;
+    wake();
+  }).observe(document.body);
   isDark.addEventListener("change", () => {
     page.colours = makeColours(isDark.matches);
     changed();
@@ -329,7 +336,7 @@ function describe() {
 
 // --- The loop ---
 
-const frames = { last: 0, times: [], work: [] };
+const frames = { last: 0, isDue: false, times: [], work: [] };
 
 function frame(now) {
   const seconds = frames.last ? Math.min(0.1, (now - frames.last) / 1000) : 0;
@@ -358,14 +365,15 @@ function frame(now) {
   if (!page.hasChanged && !page.isPlaying) isMoving = compareOthers() || isMoving;
   frames.work.push(performance.now() - begun);
   if (frames.work.length > 600) frames.work.shift();
-  if (!isMoving) frames.last = 0;
-  setTimer(isMoving);
+  frames.isDue = false;
+  if (isMoving || page.hasChanged) wake();
+  else frames.last = 0;
 }
 
-/** Draw on while something moves; else look now and then whether something was changed. */
-function setTimer(isMoving) {
-  if (isMoving || page.hasChanged) requestAnimationFrame(frame);
-  else setTimeout(() => requestAnimationFrame(frame), 60);
+/** Ask for the next frame; there is none while nothing moves and nothing was changed. */
+function wake() {
+  if (!frames.isDue) requestAnimationFrame(frame);
+  frames.isDue = true;
 }
 
 function setText(id, text) {
@@ -427,7 +435,6 @@ byId("lessons").append(...LESSONS.map(({ title }, k) => {
 listen();
 if (location.hash.length > 1) readAddress();
 else openLesson(1);
-requestAnimationFrame(frame);
 
 /** For the console and for tests: the page's parts, and what it computes. */
-globalThis.playground = { page, player, frames, set, openLesson, actions, describe, simulate, stepInputs, Training, START, LESSONS, CONTROLS };
+globalThis.playground = { page, player, frames, wake, set, openLesson, actions, describe, simulate, stepInputs, Training, START, LESSONS, CONTROLS };

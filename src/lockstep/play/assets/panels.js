@@ -351,11 +351,12 @@ export function drawTimeline(settings, colours) {
     c.fillText(seconds ? secondsInWords(seconds) : "0", x(seconds), rows.network + row + 16);
   }
   const hidden = times.network_s > 0 ? Math.max(0, 1 - times.exposed_s / times.network_s) : 1;
+  const other = { sync: "", async: " Drawn for a synchronous step.", local: ` Drawn for a step in which all meet: one of ${settings.every}.` }[settings.mode];
   byId("timeline-what").textContent = `${model.name} on ${settings.workers} × ${DEVICE.name}, simulated`;
   byId("timeline-says").textContent = settings.workers === 1 ? `${secondsInWords(times.step_s)}; one worker has nobody to send to.`
     : `${secondsInWords(times.step_s)} a step: computing ${secondsInWords(times.compute_s)}, waiting for the slowest ${secondsInWords(times.wait_s)}, ` +
       `exposed communication ${secondsInWords(times.exposed_s)}, update ${secondsInWords(times.optimizer_s)}. ` +
-      `${inputs.bucket_bytes.length} buckets, ${percent(hidden)} of ${secondsInWords(times.network_s)} on the network hidden; a worker sends ${bytesInWords(times.sent_bytes)}.`;
+      `${inputs.bucket_bytes.length} buckets, ${percent(hidden)} of ${secondsInWords(times.network_s)} on the network hidden; a worker sends ${bytesInWords(times.sent_bytes)}.${other}`;
   byId("timeline").setAttribute("aria-label", `Timeline of a simulated step. ${byId("timeline-says").textContent}`);
   const names = [["forward", tones.forward[0]], ["backward, a bucket each", tones.backward[0]], ["reduced meanwhile", tones.network[0]], ["exposed", tones.network[2]], ["update", tones.update[0]]];
   byId("timeline-legend").replaceChildren(...names.map(([name, colour]) => make("span", {}, dot(colour), name)));
