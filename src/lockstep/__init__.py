@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         WorkerLost,
     )
     from lockstep.keep.save_load import load, save
+    from lockstep.plan.outcome import plan as plan
     from lockstep.replica.batch_norm import SyncBatchNorm
     from lockstep.replica.data_parallel import DataParallel
     from lockstep.replica.grad_weight import backward
@@ -67,14 +68,15 @@ __all__ = [
     "join",
     "launch",
     "load",
+    "plan",
     "save",
     "scale_lr",
     "shard",
     "watch",
 ]
 
-_ROOMS = {"wire"}
-"""Parts of the package with names of their own, as `lockstep.wire.Int8`."""
+_ROOMS = {"plan", "wire"}
+"""Parts of the package with names of their own, as `lockstep.wire.Int8`; `lockstep.plan` can be called, too."""
 
 _HOMES = {
     "Async": "train.asynchronous",

@@ -9,12 +9,15 @@ physics says what more devices change. A row is never predicted from itself.
 """
 
 import csv
+import functools
+import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.plan import machine as machines
@@ -239,32 +242,28 @@ def _usual_per_host(key: str) -> int:
     return machines.named(key).per_host
 
 
+@functools.lru_cache(maxsize=512)
 def workload_of(run: Run) -> Workload:
     """What the run trained, as far as its row says. UsageError where neither model nor size is known."""
     precision = run.precision
     micro, accumulation = _batches(run)
-    counts_tokens = "token" in run.unit
-    more = {"precision": precision}
     try:
         if run.params is not None and run.layers is not None and run.hidden is not None:
-            work = models.sized(
-                int(run.params), layers=run.layers, hidden=run.hidden, seq=run.seq_len, name=run.model, **more
-            )
+            work = _sized(run, run.params)
         else:
-            work = models.named(run.model, seq=run.seq_len, **more)
+            work = models.named(run.model, seq=run.seq_len, precision=precision)
     except UsageError:
         if run.params is None:
             raise
-        if "image" in run.unit:
-            work = _scaled_convolutions(run, precision)
-        else:
-            work = models.sized(
-                int(run.params), layers=run.layers, hidden=run.hidden, seq=run.seq_len, name=run.model, **more
-            )
+        work = (
+            _scaled_convolutions(run, run.params)
+            if re.search("ima?ge?s?", run.unit.lower())
+            else _sized(run, run.params)
+        )
     if precision in ("bf16", "fp16") and run.zero < 3:
         # Frameworks that keep half-precision parameters whole add their gradients up, and send them, in fp32.
         work = replace(work, grad_bytes=4)
-    units = work.units_per_sample if counts_tokens else 1
+    units = work.units_per_sample if "tok" in run.unit.lower() else 1
     return replace(
         work,
         units_per_sample=units,
@@ -291,16 +290,31 @@ def _batches(run: Run) -> tuple[int, int]:
     return _USUAL_MICRO_BATCH, run.accumulation or 1
 
 
-def _scaled_convolutions(run: Run, precision: str) -> Workload:
-    """A network of pictures that is in no catalogue: as ResNet-50, with its own number of parameters."""
-    like = models.named("resnet50", precision=precision)
-    assert run.params is not None
-    share = run.params / like.num_params
-    layers = tuple(
-        replace(layer, tensors=tuple(max(1, round(numel * share)) for numel in layer.tensors)) for layer in like.layers
+def _sized(run: Run, params: float) -> Workload:
+    return models.sized(
+        int(params),
+        layers=run.layers,
+        hidden=run.hidden,
+        seq=run.seq_len,
+        name=run.model,
+        precision=run.precision,
     )
+
+
+def _scaled_convolutions(run: Run, params: float) -> Workload:
+    """A network of pictures that is in no catalogue: as ResNet-50, with its own number of parameters."""
+    like = models.named("resnet50", precision=run.precision)
+    share = params / like.num_params
     # Operations grow more slowly than parameters, over the networks in use: about as their root.
-    layers = tuple(replace(layer, forward_flops=layer.forward_flops * share**0.5) for layer in layers)
+    layers = tuple(
+        replace(
+            layer,
+            tensors=tuple(max(1, round(numel * share)) for numel in layer.tensors),
+            forward_flops=layer.forward_flops * share**0.5,
+            winograd_flops=layer.winograd_flops * share**0.5,
+        )
+        for layer in like.layers
+    )
     return replace(like, name=run.model or "convolutions", layers=layers)
 
 
@@ -317,9 +331,9 @@ class Kernel:
     """How far residuals (logarithms) of two runs go together, as standard deviations of what they share."""
 
     all: float = 0.15
-    device: float = 0.25
+    device: float = 0.10
     """And the kind of arithmetic: tensor cores or not."""
-    source: float = 0.10
+    source: float = 0.15
     source_device: float = 0.08
     neighbour: float = 0.08
     """Of models of one source on one device that are of about one size."""
@@ -385,6 +399,10 @@ class Prediction:
         return self.value / self.run.measured - 1.0
 
 
+_MOST_ALIKE = 100
+"""Runs that a prediction leans on: what it takes grows with their third power."""
+
+
 class Calibration:
     """What some measured runs say about others."""
 
@@ -400,16 +418,23 @@ class Calibration:
         for run in runs:
             residual = self._residual(run)
             if residual is not None:
-                self.runs.append(run)
-                self._residuals.append(residual)
+                self.add(run, residual)
+
+    def add(self, run: Run, residual: float) -> None:
+        """Take a run into account whose residual is known."""
+        self.runs.append(run)
+        self._residuals.append(residual)
+
+    def residuals(self) -> Iterator[tuple[Run, float]]:
+        """The logarithm of how much slower than physics each run computed."""
+        return zip(self.runs, self._residuals, strict=True)
 
     def without(self, drops: Callable[[Run], bool]) -> "Calibration":
         """The same of fewer runs; their residuals are not computed again."""
         less = Calibration((), self.constants, self._kernel)
-        for run, residual in zip(self.runs, self._residuals, strict=True):
+        for run, residual in self.residuals():
             if not drops(run):
-                less.runs.append(run)
-                less._residuals.append(residual)
+                less.add(run, residual)
         return less
 
     def predict(self, run: Run) -> Prediction:
@@ -418,7 +443,7 @@ class Calibration:
         remarks = list(run.remarks)
         mean, deviation = known.slowdown(run)
         try:
-            value = figure(run, self.constants, math.exp(mean), self._fallback_device(run))
+            value: float | None = figure(run, self.constants, math.exp(mean), self._fallback_device(run))
         except UsageError as error:
             remarks.append(f"{error} Predicted is the median of the known runs in this unit")
             alike = [other.measured for other in known.runs if other.unit == run.unit and other.measured]
@@ -430,12 +455,14 @@ class Calibration:
         kernel = self._kernel
         if not self.runs:
             return 0.0, math.sqrt(kernel.variance + kernel.noise**2)
-        covariances = [[kernel(a, b) for b in self.runs] for a in self.runs]
-        for place in range(len(self.runs)):
+        alike = sorted(self.residuals(), key=lambda known: -kernel(run, known[0]))[:_MOST_ALIKE]
+        runs = [other for other, _ in alike]
+        covariances = [[kernel(a, b) for b in runs] for a in runs]
+        for place in range(len(runs)):
             covariances[place][place] = kernel.variance + kernel.noise**2
-        towards = [kernel(run, other) for other in self.runs]
+        towards = [kernel(run, other) for other in runs]
         lower = _cholesky(covariances)
-        mean = _dot(towards, _solve(lower, self._residuals))
+        mean = _dot(towards, _solve(lower, [residual for _, residual in alike]))
         explained = _dot(towards, _solve(lower, towards))
         return mean, math.sqrt(max(kernel.variance - explained, 0.0) + kernel.noise**2)
 
@@ -477,9 +504,11 @@ def figure(run: Run, constants: Constants, slowdown: float = 1.0, fallback: str 
     elif kind == "mfu":
         return found.mfu * (100 if "%" in unit else 1)
     elif kind == "time":
-        return found.times.step_s * (1e3 if unit.startswith("ms") else 1.0)
+        return found.times.step_s * (1e3 if re.search(r"\bms\b|milli", unit) else 1.0)
+    elif kind == "steps":
+        return 1.0 / found.times.step_s
     else:
-        value = found.units_per_s_per_worker
+        value = found.units_per_s_per_worker / (1e3 if re.match(r"k\s?(tok|im|sam|seq)", unit) else 1.0)
     is_total = not re.search(r"/\s*(gpu|device|worker|chip|accelerator)|per gpu", unit)
     return value * (run.gpus if is_total else 1)
 
@@ -492,8 +521,10 @@ def _kind_of_unit(unit: str) -> str:
         return "efficiency"
     if "flop" in plain:
         return "flops"
-    if re.match(r"(ms|s|sec|seconds)(/|\s+per\s+|\s+a\s+|$)\s*(step|iter|batch|update)?", plain):
+    if re.match(r"(ms|s|sec|seconds)(/|\s+per\s+|\s+a\s+|$)", plain) or "time" in plain:
         return "time"
+    if re.match(r"(steps?|it|iterations?|iters?|updates?)\s*/", plain):
+        return "steps"
     return "throughput"
 
 
@@ -586,9 +617,15 @@ class Errors:
     """Of the constant-efficiency baseline on the same rows."""
     series: Mapping[str, float] = field(default_factory=dict)
     """The median by source, where sources were left out in turn."""
+    rows: Mapping[str, float] = field(default_factory=dict)
+    """The error of each row, by its id; above 0 where too much was predicted."""
 
 
-def _errors(what: str, pairs: Sequence[tuple[Run, float | None, float | None]], **more: Mapping[str, float]) -> Errors:
+_Predicted = tuple[Run, float | None, float | None]
+"""A run, what was predicted of it, and what the baseline says."""
+
+
+def _errors(what: str, pairs: Sequence[_Predicted], series: Mapping[str, float] | None = None) -> Errors:
     offs = [abs(value / run.measured - 1) for run, value, _ in pairs if value and run.measured]
     base = [abs(value / run.measured - 1) for run, _, value in pairs if value and run.measured]
     return Errors(
@@ -597,14 +634,23 @@ def _errors(what: str, pairs: Sequence[tuple[Run, float | None, float | None]], 
         statistics.median(offs) if offs else math.nan,
         max(offs, default=math.nan),
         statistics.median(base) if base else math.nan,
-        **more,
+        series or {},
+        {run.id: round(value / run.measured - 1, 4) for run, value, _ in pairs if value and run.measured},
     )
+
+
+def _is_multi_host(run: Run) -> bool:
+    return run.is_multi_host
+
+
+def _is_of(source: str) -> Callable[[Run], bool]:
+    return lambda run: run.source == source
 
 
 def multi_host_errors(runs: Sequence[Run], calibration: Calibration) -> Errors:
     """Calibrated on the single-host rows, the others predicted."""
-    single = calibration.without(lambda run: run.is_multi_host)
-    pairs = [
+    single = calibration.without(_is_multi_host)
+    pairs: list[_Predicted] = [
         (run, single.predict(run).value, constant_efficiency(single.runs, run)) for run in runs if run.is_multi_host
     ]
     return _errors("several hosts, from rows of one host", pairs)
@@ -612,11 +658,11 @@ def multi_host_errors(runs: Sequence[Run], calibration: Calibration) -> Errors:
 
 def left_out_errors(runs: Sequence[Run], calibration: Calibration) -> Errors:
     """Each source predicted from the others."""
-    pairs: list[tuple[Run, float | None, float | None]] = []
+    pairs: list[_Predicted] = []
     series: dict[str, float] = {}
     for source in dict.fromkeys(run.source for run in runs):
-        others = calibration.without(lambda run, source=source: run.source == source)
-        own = [
+        others = calibration.without(_is_of(source))
+        own: list[_Predicted] = [
             (run, others.predict(run).value, constant_efficiency(others.runs, run))
             for run in runs
             if run.source == source
@@ -624,3 +670,51 @@ def left_out_errors(runs: Sequence[Run], calibration: Calibration) -> Errors:
         series[source] = _errors(source, own).median
         pairs += own
     return _errors("a series that is left out, from the others", pairs, series=series)
+
+
+def summarised(predictions: Sequence[Prediction], calibration: Calibration) -> Errors:
+    """How far predictions were off, of runs that were measured."""
+    pairs: list[_Predicted] = []
+    for each in predictions:
+        others = [run for run in calibration.runs if not _is_same(run, each.run)]
+        pairs.append((each.run, each.value, constant_efficiency(others, each.run)))
+    return _errors("predicted", pairs)
+
+
+# What comes with the package
+
+_CALIBRATION = PUBLISHED.parent / "calibration.json"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """The published table, with what was computed from it beforehand."""
+
+    calibration: Calibration
+    multi_host: Errors
+    left_out: Errors
+
+
+def built_in() -> BuiltIn:
+    """What plans stand on where no table is given: read, not computed, since a plan is to take a moment."""
+    runs = {run.id: run for run in read_table(PUBLISHED)}
+    kept = json.loads(_CALIBRATION.read_text())
+    calibration = Calibration()
+    for name, residual in kept["residuals"].items():
+        calibration.add(runs[name], residual)
+    return BuiltIn(calibration, Errors(**kept["multi_host"]), Errors(**kept["left_out"]))
+
+
+def computed() -> dict[str, Any]:
+    """What `calibration.json` is to hold; it is written by `python -m lockstep.plan.published`."""
+    runs = read_table(PUBLISHED)
+    calibration = Calibration(runs)
+    return {
+        "residuals": {run.id: round(residual, 6) for run, residual in calibration.residuals()},
+        "multi_host": asdict(multi_host_errors(runs, calibration)),
+        "left_out": asdict(left_out_errors(runs, calibration)),
+    }
+
+
+if __name__ == "__main__":
+    _CALIBRATION.write_text(json.dumps(computed(), indent=1) + "\n")

@@ -127,7 +127,7 @@ def simulate(given: StepInputs) -> StepTimes:
     # The worker's luck evens out over the passes, so what is waited for is computed for all of them.
     compute = (given.forward_s + given.backward_s) * passes
     wait = compute * (slowest(given) - 1.0)
-    exposed = full.exposed_s + more * (full.exposed_s - less.exposed_s)
+    exposed = max(0.0, full.exposed_s + more * (full.exposed_s - less.exposed_s))
     busy = compute + wait + exposed + full.optimizer_s
     data = max(0.0, given.loader_s * passes - busy)
     return StepTimes(

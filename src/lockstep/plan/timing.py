@@ -31,6 +31,8 @@ class Constants:
     """How many times faster 3x3 convolutions of stride 1 are in fp32 than their operations say (2.25 in theory)."""
     traffic: float = 4.0
     """How many times the kept activations pass through memory in a forward and a backward pass."""
+    picture_traffic: float = 12.0
+    """The same of convolutions with batch norms, which read and write each tensor several times."""
     autocast_traffic: float = 2.0
     """How many times as much it is under autocast, which casts, and keeps norms and losses in fp32."""
     optimizer_traffic: float = 2.0
@@ -161,6 +163,8 @@ def sample_seconds(workload: Workload, machine: Machine, constants: Constants) -
     rate = device.peak(precision) * share
     products = sum(_counted_flops(layer, workload, constants) for layer in workload.layers) / rate
     traffic = constants.traffic * (constants.autocast_traffic if precision == "amp" else 1.0)
+    if workload.buffer_bytes and any(layer.winograd_flops for layer in workload.layers):
+        traffic = constants.picture_traffic
     pass_traffic = traffic / 3 / device.memory_bytes_per_s
     forward = products + workload.activation_bytes * pass_traffic
     again = 0.0
@@ -236,13 +240,20 @@ def _is_gathered(layer: Layer, workload: Workload) -> bool:
 
 
 def speed(
-    workload: Workload, machine: Machine, choices: Choices | None = None, constants: Constants | None = None
+    workload: Workload,
+    machine: Machine,
+    choices: Choices | None = None,
+    constants: Constants | None = None,
+    batch: int | None = None,
 ) -> Speed:
-    """What is predicted of this workload on this machine."""
+    """What is predicted of this workload on this machine.
+
+    batch: samples that count, where the last micro-batches of some workers are not full.
+    """
     given = step_inputs(workload, machine, choices, constants)
     times = simulation.simulate(given)
     alone = simulation.simulate(replace(given, workers=1)).step_s
-    batch = machine.workers * workload.micro_batch * workload.accumulation
+    batch = batch or machine.workers * workload.micro_batch * workload.accumulation
     samples_per_s = batch / times.step_s
     peak = machine.device.peak(workload.precision) * machine.workers
     return Speed(
@@ -267,10 +278,10 @@ def strong_scaling(
 ) -> list[Speed]:
     """The same global batch on more and more workers, as far as there is a sample for each.
 
-    Where the batch does not divide, a worker's part is rounded up: the slowest has so much to do.
+    Where the batch does not divide, a step takes as long as the largest part of it.
     """
     return [
-        speed(workload.trained_by(size), machine.of(size), choices, constants)
+        speed(workload.trained_by(size), machine.of(size), choices, constants, workload.batch)
         for size in sizes
         if size <= workload.batch
     ]

@@ -121,20 +121,7 @@ class Workload:
         return len({layer.block for layer in self.layers if layer.block >= 0})
 
     def trained_by(self, workers: int, micro_batch: int | None = None) -> "Workload":
-        """The same global batch on so many workers: accumulation follows from it."""
-        micro = max(1, min(micro_batch or self.micro_batch, math.ceil(self.batch / workers)))
-        return replace(self, micro_batch=micro, accumulation=max(1, math.ceil(self.batch / (workers * micro))))
-
-
-# What models.py gives (the memory half), so that both halves can be written at the same time:
-#
-#   named(name, *, seq=None, precision="bf16", optimizer="adamw", batch=..., ...) -> Workload
-#       of the catalogue: gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-8b, llama-70b, bert-base, bert-large, resnet50,
-#       resnet101, vgg16, inception-v3, vit-b16, ...; UsageError with near names for one that is not in it
-#   sized(params, *, layers=None, hidden=None, seq=None, vocab=None, name="", ...) -> Workload
-#       a transformer of so many parameters; what is not given is guessed from what is
-#
-# and memory.py:
-#
-#   estimate(workload, machine) -> Memory      bytes per worker by component, `total`, `fits`
-#   largest_micro_batch(workload, machine) -> int
+        """The same global batch on so many workers, in equal micro-batches of at most so many samples."""
+        each = max(1, math.ceil(self.batch / workers))
+        accumulation = math.ceil(each / max(1, min(micro_batch or self.micro_batch, each)))
+        return replace(self, micro_batch=math.ceil(each / accumulation), accumulation=accumulation)

@@ -24,7 +24,7 @@ export function simulate(inputs) {
   const more = passes - SIMULATED_PASSES;
   const compute_s = (given.forward_s + given.backward_s) * passes;
   const wait_s = compute_s * (slowest(given) - 1);
-  const exposed_s = full.exposed_s + more * (full.exposed_s - less.exposed_s);
+  const exposed_s = Math.max(0, full.exposed_s + more * (full.exposed_s - less.exposed_s));
   const busy = compute_s + wait_s + exposed_s + full.optimizer_s;
   const data_s = Math.max(0, given.loader_s * passes - busy);
   return {
