@@ -59,16 +59,16 @@ export const LESSONS = [
     title: "Batch size and learning rate",
     text: [
       "More workers usually mean a larger batch: fewer updates for each pass through the data. With the old learning rate the network learns less from the same data.",
-      "The usual answer is to scale the rate with the batch, and to <em>warm up</em> to it, since a large rate does harm in the first steps. The grey curve is what you had before.",
+      "The usual answer is to scale the rate with the batch, and to <em>warm up</em> to it, since a large rate does harm in the first steps. The grey curve is what you had before: twenty passes through the data each.",
     ],
-    settings: { workers: 8, batch: 256, rate: 0.025, reduction: "tree" },
-    steps: 60,
+    settings: { workers: 8, batch: 256, rate: 0.1, reduction: "tree" },
+    steps: 40,
     look: "learning",
     tries: [
-      { label: "The batch it was tuned for", set: { batch: 16, scaling: "none", warmup: 0 }, to: 960 },
-      { label: "Sixteen times the batch, same rate", set: { batch: 256, scaling: "none", warmup: 0 }, to: 60 },
-      { label: "Scaled linearly", set: { batch: 256, scaling: "linear", warmup: 0 }, to: 60 },
-      { label: "Scaled, with warm-up", set: { batch: 256, scaling: "linear", warmup: 20 }, to: 60 },
+      { label: "The batch it was tuned for", set: { batch: 32, scaling: "none", warmup: 0 }, to: 320 },
+      { label: "Eight times the batch, same rate", set: { batch: 256, scaling: "none", warmup: 0 }, to: 40 },
+      { label: "Scaled linearly", set: { batch: 256, scaling: "linear", warmup: 0 }, to: 40 },
+      { label: "Scaled, with warm-up", set: { batch: 256, scaling: "linear", warmup: 10 }, to: 40 },
     ],
   },
   {

@@ -9,8 +9,8 @@ export const CONTROLS = [
   { group: "Training", key: "batch", label: "Global batch", kind: "slider", values: [16, 24, 32, 50, 64, 96, 128, 192, 256], start: 64, say: (v) => `${v} samples`, help: "what one update is computed from" },
   { group: "Training", key: "accumulation", label: "Accumulation", kind: "slider", values: [1, 2, 4, 8], start: 1, say: (v) => (v === 1 ? "off" : `${v} passes`), help: "passes of a worker in one update; it communicates once" },
   { group: "Training", key: "width", label: "Network", kind: "slider", values: [4, 8, 12, 16, 24, 32], start: 16, say: (v) => `2–${v}–${v}–1`, help: "units of the two hidden layers" },
-  { group: "Training", key: "rate", label: "Learning rate", kind: "slider", values: [0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6], start: 0.2, help: "tuned for a batch of 16" },
-  { group: "Training", key: "scaling", label: "Scaled with the batch", kind: "choice", values: { none: "no", sqrt: "√", linear: "linear" }, start: "none", help: "rate × batch / 16, or its square root" },
+  { group: "Training", key: "rate", label: "Learning rate", kind: "slider", values: [0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6], start: 0.2, help: "tuned for a batch of 32" },
+  { group: "Training", key: "scaling", label: "Scaled with the batch", kind: "choice", values: { none: "no", sqrt: "√", linear: "linear" }, start: "none", help: "rate × batch / 32, or its square root" },
   { group: "Training", key: "warmup", label: "Warm-up", kind: "slider", values: [0, 10, 20, 50, 100], start: 0, say: (v) => (v ? `${v} steps` : "none"), help: "steps from the tuned rate to the scaled one" },
 
   { group: "Together", key: "mode", label: "Who waits", kind: "choice", values: { sync: "all", async: "nobody", local: "now and then" }, start: "sync", help: "synchronous, asynchronous, or local steps" },

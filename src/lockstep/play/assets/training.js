@@ -10,7 +10,8 @@ import { hashOf } from "./sha256.js";
 import { runOf } from "./tree.js";
 
 export const SHARDS = 16;
-export const BASE_BATCH = 16;
+/** The batch for which learning rates are taken to be tuned. */
+export const BASE_BATCH = 32;
 const MOMENTUM = f32(0.9);
 const STATISTICS_MOMENTUM = f32(0.1);
 
