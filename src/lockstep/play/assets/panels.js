@@ -321,17 +321,25 @@ export function drawTimeline(settings, colours) {
     c.fill();
   }
   const computed = Math.max(0, ...times.spans.filter(({ lane, name }) => lane === "compute" && name !== "update").map(({ end }) => end));
+  const bar = (lane, from, to, colour) => {
+    const gap = x(to) - x(from) > 3 ? 1 : 0;
+    c.fillStyle = colour;
+    if (x(to) - x(from) >= 0.05) c.fillRect(x(from), rows[lane], Math.max(0.5, x(to) - x(from) - gap), row);
+  };
+  const busy = times.spans.filter(({ lane, name }) => lane === "compute" && name !== "update");
   for (const { lane, name, index, begin: from, end } of times.spans) {
-    const [x0, x1] = [x(from), x(end)];
-    if (x1 - x0 < 0.05) continue;
-    const gap = x1 - x0 > 3 ? 1 : 0;
-    c.fillStyle = lane === "network" ? tones.network[(index & 1) + (from >= computed - 1e-12 ? 2 : 0)] : tones[name][index & 1] ?? tones[name][0];
-    c.fillRect(x0, rows[lane], Math.max(0.5, x1 - x0 - gap), row);
-    if (x1 - x0 > 18 && index >= 0) {
+    const shade = index & 1;
+    if (lane === "compute") bar(lane, from, end, tones[name][shade]);
+    else {
+      // What no computing hides is exposed.
+      bar(lane, from, end, tones.exposed[shade]);
+      for (const other of busy) if (other.begin < end && from < other.end) bar(lane, Math.max(from, other.begin), Math.min(end, other.end), tones.network[shade]);
+    }
+    if (x(end) - x(from) > 18 && index >= 0) {
       c.fillStyle = colours.isDark ? "#101216" : "#ffffff";
       c.font = `10px ${MONO}`;
       c.textAlign = "center";
-      c.fillText(String(index), (x0 + x1) / 2, rows[lane] + row / 2);
+      c.fillText(String(index), (x(from) + x(end)) / 2, rows[lane] + row / 2);
     }
   }
   if (times.exposed_s > 0 && x(computed) < right - 1) {
@@ -358,15 +366,15 @@ export function drawTimeline(settings, colours) {
       `exposed communication ${secondsInWords(times.exposed_s)}, update ${secondsInWords(times.optimizer_s)}. ` +
       `${inputs.bucket_bytes.length} buckets, ${percent(hidden)} of ${secondsInWords(times.network_s)} on the network hidden; a worker sends ${bytesInWords(times.sent_bytes)}.${other}`;
   byId("timeline").setAttribute("aria-label", `Timeline of a simulated step. ${byId("timeline-says").textContent}`);
-  const names = [["forward", tones.forward[0]], ["backward, a bucket each", tones.backward[0]], ["reduced meanwhile", tones.network[0]], ["exposed", tones.network[2]], ["update", tones.update[0]]];
+  const names = [["forward", tones.forward[0]], ["backward, a bucket each", tones.backward[0]], ["sent meanwhile", tones.network[0]], ["exposed", tones.exposed[0]], ["update", tones.update[0]]];
   byId("timeline-legend").replaceChildren(...names.map(([name, colour]) => make("span", {}, dot(colour), name)));
   return times;
 }
 
 function tonesOf(colours) {
   return colours.isDark
-    ? { passes: ["#3a404a", "#3a404a"], forward: ["#6d7684", "#5f6875"], backward: ["#a9b2bf", "#949eac"], update: ["#d8dde4", "#d8dde4"], network: ["#5b8def", "#4a7be0", "#ff8573", "#ec7160"] }
-    : { passes: ["#d4d7dc", "#d4d7dc"], forward: ["#9ba2ad", "#8c94a0"], backward: ["#5c6470", "#4c545f"], update: ["#1a1d23", "#1a1d23"], network: ["#4d7fe0", "#3a6bcb", "#d9553f", "#c2452f"] };
+    ? { passes: ["#3a404a", "#3a404a"], forward: ["#6d7684", "#5f6875"], backward: ["#a9b2bf", "#949eac"], update: ["#d8dde4", "#d8dde4"], network: ["#5b8def", "#4a7be0"], exposed: ["#ff8573", "#ec7160"] }
+    : { passes: ["#d4d7dc", "#d4d7dc"], forward: ["#9ba2ad", "#8c94a0"], backward: ["#5c6470", "#4c545f"], update: ["#1a1d23", "#1a1d23"], network: ["#4d7fe0", "#3a6bcb"], exposed: ["#d9553f", "#c2452f"] };
 }
 
 export function showMemory(settings, colours) {

@@ -10,7 +10,7 @@ const STRIP_TOP = 6;
 const STRIP_HEIGHT = 14;
 const MOST_PILLS = 8;
 
-export const signed = (value, digits = 4) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}`;
+export const signed = (value, digits = 5) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}`;
 const ease = (t) => (t < 0.5 ? 4 * t * t * t : 1 - (2 - 2 * t) ** 3 / 2);
 const mix = (a, b, t) => a + (b - a) * t;
 
@@ -105,9 +105,9 @@ export class Stage {
       c.ellipse(this.cx, this.cy, this.rx, this.ry, 0, 0, 2 * Math.PI);
     } else if (this.player.settings.reduction === "server") {
       for (const worker of this.workers) this.#line(this.spots.get(worker), this.spots.get(SERVER));
-    } else if (this.phase === "round") {
+    } else if (this.phase === "round" && this.workers.length <= 8) {
       for (const a of this.workers) for (const b of this.workers) if (a < b) this.#line(this.spots.get(a), this.spots.get(b));
-      c.globalAlpha = this.workers.length > 8 ? 0.3 : 0.6;
+      c.globalAlpha = 0.6;
     }
     c.stroke();
     c.globalAlpha = 1;
@@ -362,7 +362,7 @@ export class Stage {
 
   #pill({ from, holds, values }, { x, y }, isFollowed) {
     const { c, colours } = this;
-    const [width, height] = [70, 22];
+    const [width, height] = [74, 22];
     this.#box(x - width / 2, y - height / 2, width, height, 7);
     c.fillStyle = colours.card;
     c.fill();
