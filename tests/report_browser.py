@@ -14,7 +14,8 @@ from pathlib import Path
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
-    "--disable-background-networking", "--hide-scrollbars", "--remote-debugging-pipe",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic",
+    "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
 
 

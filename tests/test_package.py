@@ -38,7 +38,7 @@ ORDER = [
     {"start"},
     {"plan"},
     {"verify"},
-    {"demo", "bench"},
+    {"demo", "bench", "play"},
     {"cli", "__main__"},
 ]
 """Rooms from the ground up: imports point to the same room or to an earlier one."""

@@ -14,7 +14,7 @@ from typing import NoReturn
 from lockstep import __version__
 from lockstep.errors import LaunchError, UsageError, WorkerFailed, WorkerLost
 
-COMMANDS = ("demo", "run", "resize", "verify", "bench", "report", "plan")
+COMMANDS = ("demo", "play", "run", "resize", "verify", "bench", "report", "plan")
 """Names of the modules, in the order in which `lockstep --help` lists them."""
 
 USAGE_ERROR = 2
