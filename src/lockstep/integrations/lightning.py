@@ -145,7 +145,12 @@ class _Workers:
     world: World
 
     def _prepare(
-        self, zero: int, seed: int | None, backend: str | None, timeout: timedelta | float | None, wrapping: dict[str, Any]
+        self,
+        zero: int,
+        seed: int | None,
+        backend: str | None,
+        timeout: timedelta | float | None,
+        wrapping: dict[str, Any],
     ) -> None:
         self._zero = zero
         self._joining: dict[str, Any] = {"seed": seed, "backend": backend, "timeout": timeout}
@@ -348,11 +353,8 @@ class LockstepStrategy(_Workers, _strategies.DDPStrategy):  # type: ignore[misc]
         self._shards: bool | None = None
         """Whether loaders are sharded; None until the trainer has said."""
         self._shards_to_load: Path | None = None
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Whether a checkpoint must have `optimizer_states`; a sharded one keeps them elsewhere."""
-        return True
+        self._replica: DataParallel | None = None
+        """The wrapped model, also after a fit: its trainer may be asked for a checkpoint then."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -378,7 +380,7 @@ class LockstepStrategy(_Workers, _strategies.DDPStrategy):  # type: ignore[misc]
         self.model_to_device()
         if trains:
             self.setup_optimizers(trainer)
-        self.model = self._wrap(self.model, self.optimizers if trains else [], trains=trains)
+        self.model = self._replica = self._wrap(self.model, self.optimizers if trains else [], trains=trains)
         if trains and self._zero:
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         self.setup_precision_plugin()
@@ -440,19 +442,17 @@ class LockstepStrategy(_Workers, _strategies.DDPStrategy):  # type: ignore[misc]
         """The whole model; every worker calls this."""
         if self._saves_shards:
             return {}
-        if not isinstance(self.model, DataParallel):
+        if self._replica is None or not self._zero:
             return super().lightning_module_state_dict()  # type: ignore[no-any-return]
-        with self.model.whole_params() if self._zero else contextlib.nullcontext():
-            state = self.lightning_module.state_dict()
-            return {name: value.clone() for name, value in state.items()} if self._zero else state
+        return {name.removeprefix("module."): value for name, value in self._replica.state_dict().items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As torch's own `state_dict`, whatever is split; every worker calls this."""
         if self._saves_shards:
             return {}
-        if not self._zero:
+        if not self._zero or self._replica is None:
             return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
-        return whole_optimizer_state(self.model, self.optimizers[0], self._groups)
+        return whole_optimizer_state(self._replica, self.optimizers[0], self._groups)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """One file, by worker 0; or a folder, by all."""
@@ -462,7 +462,8 @@ class LockstepStrategy(_Workers, _strategies.DDPStrategy):  # type: ignore[misc]
         optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
         if optimizer is None and self.optimizers:
             raise UsageError("sharded checkpoints hold one optimizer: leave out sharded_checkpoints=True.")
-        lockstep.save(filepath, self.model, optimizer, step=checkpoint["global_step"], keep_last=1)
+        assert self._replica is not None
+        lockstep.save(filepath, self._replica, optimizer, step=checkpoint["global_step"], keep_last=1)
         super().save_checkpoint(checkpoint, Path(filepath) / SHARD_FILE, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -52,12 +52,22 @@ class LockstepMixin:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch."""
-        trainer: Any = self
-        knows = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        is_share = num_items_in_batch is not None and knows and self.args.average_tokens_across_devices
-        # Trainer has divided by the tokens of all workers then, and multiplies by their number.
+        is_share = num_items_in_batch is not None and self._shares_losses()
         with evenly(self._world) if is_share else contextlib.nullcontext():
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc, no-any-return]
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """One batch of an evaluation; its loss is that of all workers' parts where it was made as a share of that."""
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        if loss is not None and self._shares_losses() and "labels" in inputs:
+            loss = self._world.all_reduce(loss) / self._world.size
+        return loss, logits, labels
+
+    def _shares_losses(self) -> bool:
+        """Whether Trainer divides a worker's loss by the tokens of all workers, and multiplies by their number."""
+        trainer: Any = self
+        knows = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        return bool(knows and self.args.average_tokens_across_devices)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         with _own_skipping():
