@@ -18,7 +18,7 @@ import importlib
 import os
 import secrets
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -282,29 +282,34 @@ class _Workers:
 class _Epochs:
     """A sharded loader that begins an epoch with its first batch: Lightning makes iterators that it never reads.
 
-    It has no `batch_sampler`, since the indices that one sees are those of global batches.
+    It remembers where it was left, also when Lightning has dropped its iterator. It has no `batch_sampler`, since the
+    indices that one sees are those of global batches.
     """
 
-    def __init__(self, sharded: ShardedLoader) -> None:
+    def __init__(self, sharded: ShardedLoader, num_batches: Callable[[], float]) -> None:
+        """num_batches: after how many Lightning ends an epoch."""
         self._sharded = sharded
+        self._num_batches = num_batches
+        self._state = sharded.state_dict()
         self.dataset = sharded.dataset
 
     def __len__(self) -> int:
         return len(self._sharded)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._sharded
+        for batch in self._sharded:
+            self._state = self._sharded.state_dict()
+            yield batch
 
     def state_dict(self) -> dict[str, int]:
         """Where it is; after the last batch of an epoch, at the beginning of the next one."""
-        state = self._sharded.state_dict()
-        with contextlib.suppress(TypeError):  # A stream has no length.
-            if state["batches"] >= len(self):
-                return {"epoch": state["epoch"] + 1, "batches": 0}
-        return state
+        if self._state["batches"] >= self._num_batches():
+            return {"epoch": self._state["epoch"] + 1, "batches": 0}
+        return self._state
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there."""
+        self._state = dict(state)
         self._sharded.load_state_dict(state)
 
 
@@ -393,8 +398,9 @@ class LockstepStrategy(_Workers, _strategies.DDPStrategy):  # type: ignore[misc]
         """Share its batches out."""
         if not self._shards:
             return dataloader
-        sharded = self._sharded(dataloader, evaluates=not self.lightning_module.trainer.training)
-        return _Epochs(sharded) if isinstance(sharded, ShardedLoader) else sharded
+        trainer = self.lightning_module.trainer
+        sharded = self._sharded(dataloader, evaluates=not trainer.training)
+        return _Epochs(sharded, lambda: trainer.num_training_batches) if isinstance(sharded, ShardedLoader) else sharded
 
     # The loop
 
