@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a line in the terminal, and numbers in TensorBoard where it is installed.
+"""What a run shows while it goes on: a line in the terminal, numbers in TensorBoard and in other trackers.
 
 Worker 0's background thread calls the views with what it writes into `steps.jsonl`, so they must be cheap.
 """
@@ -104,6 +104,60 @@ def describe(line: StepLine) -> list[str]:
     if len(exposed) > 1:
         facts.append(f"exposed {sum(exposed) / len(exposed):.3g} ms")
     return facts
+
+
+class Tracker(Protocol):
+    """Who keeps the numbers of runs, and compares them: see `lockstep.integrations.trackers`, or bring one of your own.
+
+    Made on all workers; called on worker 0 alone, from one background thread. So it opens nothing before the first call.
+    """
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The numbers of a step, by names like `training/loss` and `speed/samples_per_s`."""
+
+    def tell(self, step: int, verdict: str) -> None:
+        """Who holds everyone up by now, and why; called when that changes."""
+
+    def close(self) -> None:
+        """The run has ended, however it did."""
+
+
+class Tracked:
+    """Shows steps to a tracker. One that fails is let go of, with a warning: the run goes on."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker: Tracker | None = tracker
+        self._verdict = ""
+
+    def show(self, line: StepLine) -> None:
+        """Pass on the numbers of a step, and a new verdict."""
+        if self._tracker is None:
+            return
+        step, verdict = int(line["step"]), str(line.get("verdict") or "")
+        try:
+            self._tracker.log(step, dict(scalars(line)))
+            if verdict != self._verdict:
+                self._verdict = verdict
+                self._tracker.tell(step, verdict)
+        except Exception as error:
+            self._let_go(error)
+
+    def close(self) -> None:
+        """Let it end its run."""
+        if self._tracker is not None:
+            try:
+                self._tracker.close()
+            except Exception as error:
+                self._let_go(error)
+
+    def _let_go(self, error: Exception) -> None:
+        name = type(self._tracker).__name__
+        self._tracker = None
+        warnings.warn(
+            f"{name} took no numbers ({type(error).__name__}: {error}), and is given no more of this run. The training goes "
+            "on; `lockstep report` shows the same numbers, where the run has a folder.",
+            stacklevel=2,
+        )
 
 
 class TensorBoard:

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -24,7 +25,7 @@ from lockstep.watching.collector import Collector, Summary
 from lockstep.watching.efficiency import FlopCount, SpeedTracker, measured_peak
 from lockstep.watching.hangs import DEADLINE as HANG_DEADLINE
 from lockstep.watching.hangs import Hangs
-from lockstep.watching.live import StatusLine, TensorBoard, View
+from lockstep.watching.live import StatusLine, TensorBoard, Tracked, Tracker, View
 from lockstep.watching.network import Probes
 from lockstep.watching.noise import GradNorms
 from lockstep.watching.recorder import HeardStep, Recorder
@@ -40,6 +41,7 @@ def watch(
     hang_deadline: timedelta | float | None = HANG_DEADLINE,
     progress: bool = True,
     tensorboard: str | PathLike[str] | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> "Watcher":
     """Watch the training of `model` from now on; every worker calls this, once, with the same arguments.
 
@@ -51,8 +53,10 @@ def watch(
 
     progress: whether worker 0 shows a line on stderr: drawn over and over in a terminal, else now and then.
     tensorboard: a folder for TensorBoard, where that is installed.
+    trackers: who else is given the numbers of every step and the verdicts: see `lockstep.integrations.trackers`.
 
-    A world has one watcher: a second call, for another model or under `lockstep run --watch`, returns that one.
+    A world has one watcher: a second call, for another model or under `lockstep run --watch`, returns that one, and adds
+    its trackers.
     """
     if not isinstance(model, DataParallel):
         raise UsageError(
@@ -66,6 +70,7 @@ def watch(
         views = _views(progress, tensorboard) if model.world.is_main else []
         watcher = model.world.watcher = Watcher(model, where, peak_flops, deadline, views)
     watcher.see(model)
+    watcher.track(trackers)
     return watcher
 
 
@@ -132,6 +137,11 @@ class Watcher:
         """
         given = {"loss": loss, "lr": lr, **more}
         self._recorder.note({name: _kept(value) for name, value in given.items() if value is not None})
+
+    def track(self, trackers: Sequence[Tracker]) -> None:
+        """Give these the numbers from now on."""
+        if self._collector is not None:
+            self._collector.views.extend(Tracked(tracker) for tracker in trackers)
 
     def close(self) -> None:
         """End the watching: write and print what was seen. Called by itself when the world ends; on every worker."""
