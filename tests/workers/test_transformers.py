@@ -153,7 +153,7 @@ def classified(world, folder, zero):
 
     torch.manual_seed(0)
     model = Net()
-    args = arguments(folder, 1 if world.size == 1 else world.size, batch=6, remove_unused_columns=False)
+    args = arguments(folder, world.size, batch=6, remove_unused_columns=False)
     kind = transformers.Trainer if zero is None else LockstepTrainer
     trainer = kind(
         model=model,

@@ -226,7 +226,7 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Share its batches out; one of a data set that was split by node already is left as it is."""
         if getattr(data_loader, "_is_accelerate_prepared", False) or not isinstance(data_loader, DataLoader):
             return super().prepare_data_loader(data_loader, device_placement, **options)
-        device = False if device_placement is False or not self.device_placement else self.device
+        device = False if device_placement is False or not self.device_placement else self.world.device
         if getattr(getattr(data_loader.dataset, "_distributed", None), "world_size", 1) > 1:
             prepared = PreparedLoader(data_loader, self.world)
         else:

@@ -56,6 +56,11 @@ class LockstepMixin:
         with evenly(self._world) if is_share else contextlib.nullcontext():
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc, no-any-return]
 
+    def _prepare_input(self, data: Any) -> Any:
+        if isinstance(data, Tensor) and data.device.type == self.args.device.type == "cpu":
+            return data  # To "cpu:0", as Accelerate calls it, it would be copied, and its weight lost.
+        return super()._prepare_input(data)  # type: ignore[misc]
+
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         """One batch of an evaluation; its loss is that of all workers' parts where it was made as a share of that."""
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
