@@ -11,6 +11,7 @@ the parts are. Batch sizes mean what they mean there: per worker, unless `split_
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -18,9 +19,10 @@ import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
-from accelerate.utils import recursively_apply
+from accelerate.utils import SAFE_MODEL_NAME, recursively_apply
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
 from lockstep.data.loader import ShardedLoader
@@ -165,6 +167,7 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Which parameters the optimizer had before it was split."""
         self._wrapping = dict(wrapping or {})
         self._to_split: torch.optim.Optimizer | None = None
+        self.register_load_state_pre_hook(self._load_split)
         if self.num_processes != self.world.size:
             raise UsageError(
                 f"Accelerate counts {self.num_processes} workers, and Lockstep {self.world.size}. Start the script with "
@@ -250,6 +253,22 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         module = model.module if isinstance(model, DataParallel) else model
         return super().unwrap_model(module, keep_fp32_wrapper, keep_torch_compile)
 
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """The whole model; of one that is split, each tensor in memory of its own, as safetensors wants it."""
+        if model is not self.split_model:
+            return super().get_state_dict(model, unwrap)
+        state = model.state_dict()
+        return {name.removeprefix("module.") if unwrap else name: value.clone() for name, value in state.items()}
+
+    def _load_split(self, models: list[Any], folder: Any) -> None:
+        """Load what is split: safetensors would have every parameter alone in its memory. Called by `load_state`."""
+        model = self.split_model
+        number = models.index(model) if model in models else -1
+        path = Path(folder) / (f"{SAFE_MODEL_NAME}_{number}.safetensors" if number else f"{SAFE_MODEL_NAME}.safetensors")
+        if model is not None and number >= 0 and path.exists():
+            model.load_state_dict(load_file(path))
+            models.remove(model)
+
     # Training
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -305,7 +324,7 @@ def _times(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     """`loader` with batches of as many samples for all workers together as it had for one."""
     if loader.batch_size is None or size == 1:
         return loader
-    options: dict[str, Any] = {} if loader.batch_sampler is None else {"sampler": loader.sampler}
+    options: dict[str, Any] = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size * size,

@@ -8,9 +8,10 @@ Loss, gradient norm, learning rate, samples a second, efficiency, where the time
 together, and the verdicts in words. The loss is known from `Trainer`, from the strategies for Lightning and transformers, and
 from `watcher.log(loss=loss)` in a loop of your own.
 
-Each of them is a `Tracker`: a class with `log`, `tell` and `close`. Anything with these can be given in their place.
+Each of them is a `Tracker`: a class with `open`, `log`, `tell` and `close`. Anything with these can be given in their place.
 """
 
+import time
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -25,26 +26,24 @@ class TensorBoard:
         self._folder = str(folder)
         self._writer: Any = None
 
-    def _open(self) -> Any:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+    def open(self) -> None:
+        """Begin to write."""
+        from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self._folder)
-        return self._writer
+        self._writer = SummaryWriter(self._folder)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of a step."""
         for name, value in numbers.items():
-            self._open().add_scalar(name, value, global_step=step)
+            self._writer.add_scalar(name, value, global_step=step)
 
     def tell(self, step: int, verdict: str) -> None:
         """Write a verdict."""
-        self._open().add_text("verdict", verdict or "nobody holds the others up", global_step=step)
+        self._writer.add_text("verdict", verdict or "nobody holds the others up", global_step=step)
 
     def close(self) -> None:
         """Write what is left."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 class WandB:
@@ -58,29 +57,28 @@ class WandB:
         self._run: Any = None
         self._is_own = False
 
-    def _open(self) -> Any:
-        if self._run is None:
-            import wandb
+    def open(self) -> None:
+        """Begin a run, if the script has not."""
+        import wandb
 
-            self._is_own = wandb.run is None
-            self._run = wandb.init(**self._options) if self._is_own else wandb.run
-            # The script's own calls of `wandb.log` count their own steps.
-            self._run.define_metric("lockstep/step")
-            for group in ("training", "speed", "communication", "time", "straggler"):
-                self._run.define_metric(f"{group}/*", step_metric="lockstep/step")
-        return self._run
+        self._is_own = wandb.run is None
+        self._run = wandb.init(**self._options) if self._is_own else wandb.run
+        # The script's own calls of `wandb.log` count their own steps.
+        self._run.define_metric("lockstep/step")
+        for group in ("training", "speed", "communication", "time", "straggler"):
+            self._run.define_metric(f"{group}/*", step_metric="lockstep/step")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
-        self._open().log({**numbers, "lockstep/step": step})
+        self._run.log({**numbers, "lockstep/step": step})
 
     def tell(self, step: int, verdict: str) -> None:
         """Put a verdict into the run's summary."""
-        self._open().summary["lockstep/verdict"] = verdict
+        self._run.summary["lockstep/verdict"] = verdict
 
     def close(self) -> None:
         """End the run, if it is of its own."""
-        if self._run is not None and self._is_own:
+        if self._is_own:
             self._run.finish()
 
 
@@ -95,37 +93,33 @@ class MLflow:
     ) -> None:
         self._experiment, self._uri, self._name = experiment, uri, name
         self.run_id = run_id
-        """The run, once a step has been logged."""
+        """The run, once it has begun."""
         self._is_own = run_id is None
         self._client: Any = None
 
-    def _open(self) -> Any:
-        if self._client is None:
-            from mlflow import MlflowClient
+    def open(self) -> None:
+        """Begin a run, unless one was given."""
+        from mlflow import MlflowClient
 
-            client = MlflowClient(self._uri)
-            if self.run_id is None:
-                found = client.get_experiment_by_name(self._experiment)
-                experiment = found.experiment_id if found is not None else client.create_experiment(self._experiment)
-                self.run_id = client.create_run(experiment, run_name=self._name).info.run_id
-            self._client = client
-        return self._client
+        self._client = MlflowClient(self._uri)
+        if self.run_id is None:
+            found = self._client.get_experiment_by_name(self._experiment)
+            experiment = found.experiment_id if found is not None else self._client.create_experiment(self._experiment)
+            self.run_id = self._client.create_run(experiment, run_name=self._name).info.run_id
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a step, in one call."""
-        import time
-
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
         metrics = [Metric(name, value, now, step) for name, value in numbers.items()]
-        self._open().log_batch(self.run_id, metrics=metrics)
+        self._client.log_batch(self.run_id, metrics=metrics)
 
     def tell(self, step: int, verdict: str) -> None:
         """Make a verdict the run's tag."""
-        self._open().set_tag(self.run_id, "lockstep.verdict", verdict)
+        self._client.set_tag(self.run_id, "lockstep.verdict", verdict)
 
     def close(self) -> None:
         """End the run, if it is of its own."""
-        if self._client is not None and self._is_own:
+        if self._is_own:
             self._client.set_terminated(self.run_id)

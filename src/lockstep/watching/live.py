@@ -109,8 +109,12 @@ def describe(line: StepLine) -> list[str]:
 class Tracker(Protocol):
     """Who keeps the numbers of runs, and compares them: see `lockstep.integrations.trackers`, or bring one of your own.
 
-    Made on all workers; called on worker 0 alone, from one background thread. So it opens nothing before the first call.
+    Made on all workers, and used on worker 0 alone: opened and closed in the training thread, and called from one
+    background thread in between.
     """
+
+    def open(self) -> None:
+        """A run begins: import and start what it takes."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """The numbers of a step, by names like `training/loss` and `speed/samples_per_s`."""
@@ -123,9 +127,10 @@ class Tracker(Protocol):
 
 
 class Tracked:
-    """Shows steps to a tracker. One that fails is let go of, with a warning: the run goes on."""
+    """Shows steps to a tracker. One that fails in between is let go of, with a warning: the run goes on."""
 
     def __init__(self, tracker: Tracker) -> None:
+        tracker.open()
         self._tracker: Tracker | None = tracker
         self._verdict = ""
 
