@@ -34,7 +34,7 @@ def main(zero=0, mistake=None, compiled=0, steps=6):
     model = lockstep.DataParallel(torch.compile(net) if compiled else net, optimizer=optimizer, zero=zero)
     loader = lockstep.shard(DataLoader(rows, 7))
     for step, (x, y) in zip(range(steps), loader, strict=False):
-        if step == 3 and not zero:  # Whoever splits a model has to say beforehand what is trained.
+        if step == 3:
             net[4].requires_grad_(True)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

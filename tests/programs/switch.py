@@ -53,7 +53,7 @@ def main(zero=0, mistake=None, compiled=0, steps=5):
     net = Network()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero)
-    loader = lockstep.shard(DataLoader(TensorDataset(texts), 7))
+    loader = lockstep.shard(DataLoader(TensorDataset(texts), 6))  # Parts of equal length, since sums are shared.
     for _, (tokens,) in zip(range(steps), loader, strict=False):
         logits, weights, best = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -15,6 +15,8 @@ from lockstep.terminal import ProgressLine, num_columns
 
 _REDRAW_S, _REWRITE_S = 0.2, 10.0
 """Between two drawings in a terminal, and between two lines elsewhere."""
+CELL_S = 0.5
+"""Between two lines in a notebook's cell, where each takes the place of the one before it."""
 _LEAST_VERDICT = 40
 """Columns, with the space before it: "worker 12 holds everyone up by 190 ms"."""
 _GROUPS = {
@@ -41,8 +43,11 @@ class View(Protocol):
 class StatusLine:
     """The run in one line: drawn over and over in a terminal, or written now and then to a log."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._clock = stream, clock
+    def __init__(
+        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, rewrite_s: float = _REWRITE_S
+    ) -> None:
+        """rewrite_s: how long between two lines where this is no terminal."""
+        self._stream, self._clock, self._rewrite_s = stream, clock, rewrite_s
         self._line = ProgressLine(stream)
         self._due = clock()
         self._unshown: StepLine | None = None
@@ -52,7 +57,7 @@ class StatusLine:
         self._unshown = line
         now = self._clock()
         if now >= self._due:
-            self._due = now + (_REDRAW_S if self._line.is_live else _REWRITE_S)
+            self._due = now + (_REDRAW_S if self._line.is_live else self._rewrite_s)
             self._write()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ Nothing of it changes a bit of the training.
 """
 
 import contextlib
+import os
 import sys
 import time
 import weakref
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lockstep import environment
 from lockstep.comm.channel import mac
 from lockstep.comm.meeting import towards_others
 from lockstep.errors import UsageError
@@ -25,7 +27,7 @@ from lockstep.watching.collector import Collector, Summary
 from lockstep.watching.efficiency import FlopCount, SpeedTracker, measured_peak
 from lockstep.watching.hangs import DEADLINE as HANG_DEADLINE
 from lockstep.watching.hangs import Hangs
-from lockstep.watching.live import StatusLine, TensorBoard, Tracked, Tracker, View
+from lockstep.watching.live import CELL_S, StatusLine, TensorBoard, Tracked, Tracker, View
 from lockstep.watching.network import Probes
 from lockstep.watching.noise import GradNorms
 from lockstep.watching.recorder import HeardStep, Recorder
@@ -213,7 +215,8 @@ def _open_writer(folder: Path, model: DataParallel, began_ns: int) -> RunWriter 
 
 
 def _views(progress: bool, tensorboard: str | PathLike[str] | None) -> list[View]:
-    views: list[View] = [StatusLine(sys.stderr)] if progress else []
+    pace = {"rewrite_s": CELL_S} if environment.is_in_cell(os.environ) else {}
+    views: list[View] = [StatusLine(sys.stderr, **pace)] if progress else []
     return views if tensorboard is None else [*views, TensorBoard(tensorboard)]
 
 
