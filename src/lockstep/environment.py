@@ -51,6 +51,15 @@ def shows_all_frames(environ: Mapping[str, str]) -> bool:
     return environ.get(TRACEBACK) == "full"
 
 
+CELL = "LOCKSTEP_CELL"
+"""Set where workers write into a notebook's cell: their progress is redrawn there, so it may come often."""
+
+
+def is_in_cell(environ: Mapping[str, str]) -> bool:
+    """Whether this worker writes into a notebook's cell."""
+    return bool(environ.get(CELL))
+
+
 SECRET = "LOCKSTEP_SECRET"
 """The run's secret. `lockstep run` and `launch` make one; under other launchers a user may give all workers one."""
 OWN_STORE = "LOCKSTEP_STORE"

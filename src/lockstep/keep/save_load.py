@@ -219,6 +219,8 @@ class _InMemory:
     """What `TrainingState` reads of a checkpoint."""
 
     whole: Mapping[str, Tensor]
+    world_size: int = 0
+    """Of the workers that it is from: it does not say."""
 
     @property
     def path(self) -> str:

@@ -7,7 +7,8 @@ share of the last step's total (so that half precision keeps its range), the sum
 the sums are divided by it.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.replica.local_params import local_part
 from lockstep.torch_private import foreach_
 from lockstep.weight import Factor, Weight, checked
-from lockstep.world import join
+from lockstep.world import World, join
 
 
 class GradWeight:
@@ -132,6 +133,21 @@ def backward(loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) 
     scale_grads(
         factor, (param for replica in world.replicas if replica.world.size == 1 for param in replica.parameters())
     )
+
+
+@contextlib.contextmanager
+def evenly(world: World) -> Iterator[None]:
+    """A block whose backward passes count the same on every worker, whatever its loader's cut was.
+
+    For losses that are divided by what all workers counted already, so that their sum is wanted: multiply by the number
+    of workers. A stand-in adds nothing, and is divided by.
+    """
+    window = world.accumulation
+    outer, window.in_force = window.in_force, Weight(1.0, float(world.size))
+    try:
+        yield
+    finally:
+        window.in_force = outer
 
 
 def scale_grads(factor: Factor, params: Iterable[Tensor]) -> None:

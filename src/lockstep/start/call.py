@@ -83,7 +83,7 @@ class Outbox:
     def returned(self, result: Any) -> None:
         """Send the function's result; one that cannot be pickled becomes a failure that says so."""
         try:
-            pickled = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+            pickled = _sendable(result)
         except Exception as error:
             failed = WorkerFailed(
                 f"worker {self._rank} returned a {type(result).__qualname__} that cannot be sent to the process that "
@@ -96,7 +96,7 @@ class Outbox:
     def raised(self, error: BaseException, kind: ReportKind = ReportKind.RAISED) -> None:
         """Send an exception, as itself where possible."""
         try:
-            pickled = pickle.dumps(error, pickle.HIGHEST_PROTOCOL)
+            pickled = _sendable(error)
         except Exception:
             pickled = None
         summary = "".join(traceback.format_exception_only(error)).strip()
@@ -230,36 +230,86 @@ class FreshStarter:
     multiprocessing's "spawn" would do nearly this; it is not used because a worker's environment must be in place
     before its interpreter starts (OpenMP and Gloo read it once, and unpickling the function may import torch), and it
     could only be put there by changing this process's own. What it knows about finding the main script again is used.
+
+    What was defined in a notebook or at a prompt is in no script. It is sent by value, where cloudpickle is installed.
     """
 
     def __init__(self, call: FunctionCall) -> None:
-        try:
-            pickled = pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise NotImportable(f"it cannot be pickled ({error})") from error
         path = [entry or str(Path.cwd()) for entry in sys.path]
         preparation: dict[str, Any] = {"sys_path": path, "sys_argv": sys.argv, "dir": str(Path.cwd())}
-        # Only if needed is the script run again, as far as its functions: the others need no `__main__` guard.
-        if b"__main__" in pickled:
-            preparation |= _main_script()
+        try:
+            pickled = _pickled(call)
+            # Only if needed is the script run again, as far as its functions: the others need no `__main__` guard.
+            if b"__main__" in pickled:
+                preparation |= _main_script()
+        except NotImportable as reason:
+            pickled = _by_value(call, reason)
         self._parcel = _nameless_file()
         for part in (pickle.dumps(path), pickle.dumps(preparation), pickled):
             self._parcel.write(part)
         self._parcel.flush()
 
-    def start(self, rank: int, outbox_fd: int, supervisor: Supervisor, variables: Mapping[str, str]) -> None:
-        """Start worker `rank`, which reports to `outbox_fd`, with these variables in its environment."""
+    def start(
+        self,
+        rank: int,
+        outbox_fd: int,
+        supervisor: Supervisor,
+        variables: Mapping[str, str],
+        output: Mapping[str, int] | None = None,
+    ) -> None:
+        """Start worker `rank`, which reports to `outbox_fd`, with these variables in its environment.
+
+        output: where `stdout` and `stderr` go, if not where this process's do.
+        """
         parcel_fd = self._parcel.fileno()
         supervisor.execute(
             [sys.executable, "-c", _BEGIN, str(parcel_fd), str(outbox_fd), str(rank)],
             {**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             pass_fds=(parcel_fd, outbox_fd),
+            **(output or {}),
         )
 
     def close(self) -> None:
         """Let go of the file; workers that have started hold it themselves."""
         self._parcel.close()
+
+
+def _pickled(call: FunctionCall) -> bytes:
+    try:
+        return pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise NotImportable(f"it cannot be pickled ({error})") from error
+
+
+def _by_value(call: FunctionCall, reason: NotImportable) -> bytes:
+    """The call with all that it refers to of a main program without a file; raises `reason` where that is not the cause."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__file__", None) is not None or getattr(main, "__spec__", None) is not None:
+        raise reason
+    try:
+        import cloudpickle
+    except ImportError:
+        raise NotImportable(
+            f"{reason}; with `pip install cloudpickle`, what a notebook defines can be sent to fresh interpreters"
+        ) from reason
+    try:
+        pickled: bytes = cloudpickle.dumps(call)
+    except Exception as error:
+        raise NotImportable(f"{reason}, nor can it be sent by value ({error})") from error
+    return pickled
+
+
+def _sendable(what: Any) -> bytes:
+    """A pickle of a result or an exception, by value where its class came here so."""
+    try:
+        return pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        by_value = sys.modules.get("cloudpickle")
+        if by_value is None:
+            raise
+        pickled: bytes = by_value.dumps(what)
+        return pickled
 
 
 def _nameless_file() -> IO[bytes]:
@@ -326,8 +376,18 @@ class ForkStarter:
         self._call = call
         self._processes: list[ForkProcess] = []
 
-    def start(self, rank: int, outbox_fd: int, supervisor: Supervisor, variables: Mapping[str, str]) -> None:
-        """Start worker `rank`, which reports to `outbox_fd`, with these variables in its environment."""
+    def start(
+        self,
+        rank: int,
+        outbox_fd: int,
+        supervisor: Supervisor,
+        variables: Mapping[str, str],
+        output: Mapping[str, int] | None = None,
+    ) -> None:
+        """Start worker `rank`, which reports to `outbox_fd`, with these variables in its environment.
+
+        A fork writes to this process's own streams, as objects: `output` is not for it.
+        """
         # Not os.fork: multiprocessing also tells itself, and thereby data loaders, that this is another process.
         process = ForkProcess(
             target=_begin_fork,

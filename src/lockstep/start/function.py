@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from lockstep import environment
 from lockstep.environment import shows_all_frames
 from lockstep.errors import LaunchError, UsageError, WorkerFailed, WorkerLost
 from lockstep.start import host
@@ -27,6 +28,7 @@ from lockstep.start.call import (
     ReportKind,
     is_loading,
 )
+from lockstep.start.cell import CellOutput, open_cell
 from lockstep.start.elastic import LOOK_S, Elastic, ElasticWorkers
 from lockstep.start.failure import Failure, first, fold
 from lockstep.start.process import Warden, Worker
@@ -57,9 +59,10 @@ def launch(
     over; WorkerLost, naming it, if a worker was killed. No worker outlives the call, nor this process.
 
     A function that can be imported runs in fresh interpreters; if it is defined in the script that calls `launch`,
-    that call must stand under `if __name__ == "__main__":`. Any other (notebook, lambda, closure, unpicklable
-    arguments) runs in forks of this process, with one compute thread each, and cannot use CUDA if this process has.
-    Workers write to this process's stdout. Results travel as pickles: return tensors of the CPU, not of a GPU.
+    that call must stand under `if __name__ == "__main__":`. What a notebook defines runs in fresh interpreters too,
+    where cloudpickle is installed. Any other (lambda, closure, unpicklable arguments) runs in forks of this process, with
+    one compute thread each, and cannot use CUDA if this process has. Workers write to this process's stdout; in a
+    notebook, into the cell, by worker. Results travel as pickles: return tensors of the CPU, not of a GPU.
 
     An elastic run goes on without a worker that fails, is killed or falls silent, from the step in flight, and starts
     another in its place, which calls `fn` from its beginning and is let in at its trainer's next step. The results are
@@ -125,11 +128,15 @@ def _run(
 ) -> list[Any] | BaseException:
     """Start, watch, end; then the results, or the first failure as what is to be raised."""
     inboxes: list[Inbox] = []
+    cell = open_cell() if isinstance(starter, FreshStarter) else None
 
     def attend(seconds: float) -> bool:
-        multiprocessing.connection.wait([inbox.fd for inbox in inboxes if inbox.is_open], seconds)
+        written = cell.fds if cell is not None else []
+        multiprocessing.connection.wait([*(inbox.fd for inbox in inboxes if inbox.is_open), *written], seconds)
         for inbox in inboxes:
             inbox.receive()
+        if cell is not None:
+            cell.receive()
         if time.monotonic() > deadline:
             raise _late(inboxes)
         return True
@@ -142,7 +149,7 @@ def _run(
         supervisor = Supervisor(size, num_threads, rendezvous, warden)
         try:
             for rank in range(size):
-                inboxes.append(_start(starter, rank, supervisor, supervisor.variables(rank)))
+                inboxes.append(_start(starter, rank, supervisor, supervisor.variables(rank), cell))
             supervisor.watch(attend, lambda: _is_over(supervisor.workers, inboxes))
         except BaseException as error:
             supervisor.end(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
@@ -152,18 +159,28 @@ def _run(
             for inbox in inboxes:
                 inbox.receive()
                 inbox.close()
+            if cell is not None:
+                cell.close()
     failure = first(_failures(supervisor.workers, inboxes))
     return [_result(inbox) for inbox in inboxes] if failure is None else _error(failure, inboxes[failure.rank])
 
 
 def _start(
-    starter: FreshStarter | ForkStarter, number: int, supervisor: Supervisor, variables: Mapping[str, str]
+    starter: FreshStarter | ForkStarter,
+    number: int,
+    supervisor: Supervisor,
+    variables: Mapping[str, str],
+    cell: CellOutput | None = None,
 ) -> Inbox:
     """Start the next worker; returns where its report comes in."""
     inbox_fd, outbox_fd = os.pipe()
     inbox = Inbox(number, inbox_fd)
     try:
-        starter.start(number, outbox_fd, supervisor, variables)
+        if cell is None:
+            starter.start(number, outbox_fd, supervisor, variables)
+        else:
+            with cell.of_worker(number) as output:
+                starter.start(number, outbox_fd, supervisor, {**variables, environment.CELL: "1"}, output)
     finally:
         os.close(outbox_fd)
     return inbox

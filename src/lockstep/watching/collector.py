@@ -129,7 +129,9 @@ class Collector:
         self, size: int, began_ns: int, speed: SpeedTracker, writer: RunWriter | None, views: Sequence[View]
     ) -> None:
         self._began = began_ns
-        self._writer, self._views = writer, views
+        self._writer = writer
+        self.views = list(views)
+        """Who is shown every step; another may come while the run goes on."""
         self._pending: dict[int, dict[int, StepRecord]] = {}
         self._newest = dict.fromkeys(range(size), 0)
         self._ended: set[int] = set()
@@ -180,7 +182,7 @@ class Collector:
 
     def close(self) -> None:
         """The run is over: write what is left."""
-        for view in self._views:
+        for view in self.views:
             view.close()
         if self._writer is not None:
             self._writer.close(self._speed.single_step_ns)
@@ -203,7 +205,7 @@ class Collector:
         line = step_line(step, speed, late, noted, self._stragglers.text, self._began)
         if self._writer is not None:
             self._writer.write_step(line, step, has_straggler=bool(self._stragglers.text))
-        for view in self._views:
+        for view in self.views:
             view.show(line)
 
 

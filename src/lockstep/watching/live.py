@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a line in the terminal, and numbers in TensorBoard where it is installed.
+"""What a run shows while it goes on: a line in the terminal, numbers in TensorBoard and in other trackers.
 
 Worker 0's background thread calls the views with what it writes into `steps.jsonl`, so they must be cheap.
 """
@@ -15,6 +15,8 @@ from lockstep.terminal import ProgressLine, num_columns
 
 _REDRAW_S, _REWRITE_S = 0.2, 10.0
 """Between two drawings in a terminal, and between two lines elsewhere."""
+CELL_S = 0.5
+"""Between two lines in a notebook's cell, where each takes the place of the one before it."""
 _LEAST_VERDICT = 40
 """Columns, with the space before it: "worker 12 holds everyone up by 190 ms"."""
 _GROUPS = {
@@ -41,8 +43,11 @@ class View(Protocol):
 class StatusLine:
     """The run in one line: drawn over and over in a terminal, or written now and then to a log."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._clock = stream, clock
+    def __init__(
+        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, rewrite_s: float = _REWRITE_S
+    ) -> None:
+        """rewrite_s: how long between two lines where this is no terminal."""
+        self._stream, self._clock, self._rewrite_s = stream, clock, rewrite_s
         self._line = ProgressLine(stream)
         self._due = clock()
         self._unshown: StepLine | None = None
@@ -52,7 +57,7 @@ class StatusLine:
         self._unshown = line
         now = self._clock()
         if now >= self._due:
-            self._due = now + (_REDRAW_S if self._line.is_live else _REWRITE_S)
+            self._due = now + (_REDRAW_S if self._line.is_live else self._rewrite_s)
             self._write()
 
     def close(self) -> None:
@@ -104,6 +109,65 @@ def describe(line: StepLine) -> list[str]:
     if len(exposed) > 1:
         facts.append(f"exposed {sum(exposed) / len(exposed):.3g} ms")
     return facts
+
+
+class Tracker(Protocol):
+    """Who keeps the numbers of runs, and compares them: see `lockstep.integrations.trackers`, or bring one of your own.
+
+    Made on all workers, and used on worker 0 alone: opened and closed in the training thread, and called from one
+    background thread in between.
+    """
+
+    def open(self) -> None:
+        """A run begins: import and start what it takes."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The numbers of a step, by names like `training/loss` and `speed/samples_per_s`."""
+
+    def tell(self, step: int, verdict: str) -> None:
+        """Who holds everyone up by now, and why; called when that changes."""
+
+    def close(self) -> None:
+        """The run has ended, however it did."""
+
+
+class Tracked:
+    """Shows steps to a tracker. One that fails in between is let go of, with a warning: the run goes on."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        tracker.open()
+        self._tracker: Tracker | None = tracker
+        self._verdict = ""
+
+    def show(self, line: StepLine) -> None:
+        """Pass on the numbers of a step, and a new verdict."""
+        if self._tracker is None:
+            return
+        step, verdict = int(line["step"]), str(line.get("verdict") or "")
+        try:
+            self._tracker.log(step, dict(scalars(line)))
+            if verdict != self._verdict:
+                self._verdict = verdict
+                self._tracker.tell(step, verdict)
+        except Exception as error:
+            self._let_go(error)
+
+    def close(self) -> None:
+        """Let it end its run."""
+        if self._tracker is not None:
+            try:
+                self._tracker.close()
+            except Exception as error:
+                self._let_go(error)
+
+    def _let_go(self, error: Exception) -> None:
+        name = type(self._tracker).__name__
+        self._tracker = None
+        warnings.warn(
+            f"{name} took no numbers ({type(error).__name__}: {error}), and is given no more of this run. The training goes "
+            "on; `lockstep report` shows the same numbers, where the run has a folder.",
+            stacklevel=2,
+        )
 
 
 class TensorBoard:

@@ -6,15 +6,18 @@ Nothing of it changes a bit of the training.
 """
 
 import contextlib
+import os
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
 
 from torch import Tensor
 
+from lockstep import environment
 from lockstep.comm.channel import mac
 from lockstep.comm.meeting import towards_others
 from lockstep.errors import UsageError
@@ -24,7 +27,7 @@ from lockstep.watching.collector import Collector, Summary
 from lockstep.watching.efficiency import FlopCount, SpeedTracker, measured_peak
 from lockstep.watching.hangs import DEADLINE as HANG_DEADLINE
 from lockstep.watching.hangs import Hangs
-from lockstep.watching.live import StatusLine, TensorBoard, View
+from lockstep.watching.live import CELL_S, StatusLine, TensorBoard, Tracked, Tracker, View
 from lockstep.watching.network import Probes
 from lockstep.watching.noise import GradNorms
 from lockstep.watching.recorder import HeardStep, Recorder
@@ -40,6 +43,7 @@ def watch(
     hang_deadline: timedelta | float | None = HANG_DEADLINE,
     progress: bool = True,
     tensorboard: str | PathLike[str] | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> "Watcher":
     """Watch the training of `model` from now on; every worker calls this, once, with the same arguments.
 
@@ -51,8 +55,10 @@ def watch(
 
     progress: whether worker 0 shows a line on stderr: drawn over and over in a terminal, else now and then.
     tensorboard: a folder for TensorBoard, where that is installed.
+    trackers: who else is given the numbers of every step and the verdicts: see `lockstep.integrations.trackers`.
 
-    A world has one watcher: a second call, for another model or under `lockstep run --watch`, returns that one.
+    A world has one watcher: a second call, for another model or under `lockstep run --watch`, returns that one, and adds
+    its trackers.
     """
     if not isinstance(model, DataParallel):
         raise UsageError(
@@ -66,6 +72,7 @@ def watch(
         views = _views(progress, tensorboard) if model.world.is_main else []
         watcher = model.world.watcher = Watcher(model, where, peak_flops, deadline, views)
     watcher.see(model)
+    watcher.track(trackers)
     return watcher
 
 
@@ -132,6 +139,11 @@ class Watcher:
         """
         given = {"loss": loss, "lr": lr, **more}
         self._recorder.note({name: _kept(value) for name, value in given.items() if value is not None})
+
+    def track(self, trackers: Sequence[Tracker]) -> None:
+        """Give these the numbers from now on."""
+        if self._collector is not None:
+            self._collector.views.extend(Tracked(tracker) for tracker in trackers)
 
     def close(self) -> None:
         """End the watching: write and print what was seen. Called by itself when the world ends; on every worker."""
@@ -203,7 +215,8 @@ def _open_writer(folder: Path, model: DataParallel, began_ns: int) -> RunWriter 
 
 
 def _views(progress: bool, tensorboard: str | PathLike[str] | None) -> list[View]:
-    views: list[View] = [StatusLine(sys.stderr)] if progress else []
+    pace = {"rewrite_s": CELL_S} if environment.is_in_cell(os.environ) else {}
+    views: list[View] = [StatusLine(sys.stderr, **pace)] if progress else []
     return views if tensorboard is None else [*views, TensorBoard(tensorboard)]
 
 

@@ -1,0 +1,127 @@
+"""Programs as people write them, with the smallest change: N workers train what one trains, however that is split.
+
+`docs/works_with.md` has the table of what was run; a test holds the two together.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from amount import some
+from models import difference, weights_of
+from torch import nn
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+NAMES = {
+    "nanogpt": {},
+    "imagenet": {},
+    "timm_ema": {},
+    "gan": {},
+    "detection": {},
+    "lora": {},
+    "contrastive": {},
+    "rnn": {},
+    "switch": {},
+    "mixtral": {"kind": "mixtral"},
+    "t5": {"kind": "t5"},
+    "vit": {"kind": "vit"},
+}
+"""Every program, and what it is started with; those with a `kind` are in hugging.py."""
+NEEDS = {"timm_ema": "timm", "mixtral": "transformers", "t5": "transformers", "vit": "transformers"}
+COMPILED = ("nanogpt", "imagenet", "lora", "contrastive", "vit")
+DOUBLE = 1e-7
+"""T5 computes some of it in single precision."""
+
+
+def file_of(name):
+    return PROGRAMS / f"{'hugging' if 'kind' in NAMES[name] else name}.py"
+
+
+def require(name):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"needs the package {NEEDS[name]}", exc_type=(ImportError, RuntimeError))
+
+
+def load(name):
+    if str(PROGRAMS) not in sys.path:
+        sys.path.insert(0, str(PROGRAMS))
+    spec = importlib.util.spec_from_file_location(name, file_of(name))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(world, name, options):
+    """The weights that a program ends with, and those of its moving average."""
+    before = torch.get_default_dtype()
+    warnings.filterwarnings("ignore", ".*(stand-in|is deprecated).*")
+    try:
+        made = load(name).main(**NAMES[name], **options)
+    finally:
+        torch.set_default_dtype(before)
+    found = {}
+    for number, model in enumerate(made if isinstance(made, tuple) else (made,)):
+        with model.whole_params():
+            net = model.module
+            found |= {f"{number}.{key.replace('_orig_mod.', '')}": each for key, each in weights_of(net).items()}
+        if isinstance(getattr(model, "average", None), nn.Module):
+            found |= {f"average.{key}": each for key, each in weights_of(model.average).items()}
+    return found
+
+
+def assert_trains_alike(pool, name, workers, options, backend=None):
+    require(name)
+    expected = pool.run(1, run, name, {})[0]
+    extra = {"backend": backend} if backend else {}
+    for result in pool.run(workers, run, name, options, **extra):
+        assert difference(result, expected) < DOUBLE
+
+
+@pytest.mark.parametrize("zero", some([0, 3], [0, 1, 2, 3]))
+@pytest.mark.parametrize("name", NAMES)
+def test_two_workers_train_as_one(pool, name, zero):
+    assert_trains_alike(pool, name, 2, {"zero": zero})
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", some(["nanogpt", "detection"], NAMES))
+def test_three_workers_over_gloo_train_as_one(pool, name, zero):
+    if zero not in some([3], [0, 1, 2, 3]):
+        pytest.skip("FULL=1 runs this")
+    assert_trains_alike(pool, name, 3, {"zero": zero}, backend="gloo")
+
+
+@pytest.mark.parametrize("name", some([], COMPILED))
+def test_compiled(pool, name):
+    assert_trains_alike(pool, name, 2, {"zero": 0, "compiled": 1})
+
+
+def verified(name, *words):
+    """What `lockstep verify` says of a program."""
+    given = [f"{key}={value}" for key, value in NAMES[name].items()]
+    command = [sys.executable, "-m", "lockstep", "verify", "-n", "2", "--steps", "4", str(file_of(name)), *given, *words]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.parametrize("name", some(["nanogpt"], NAMES))
+def test_verify_finds_the_right_one_equal(name):
+    require(name)
+    ended = verified(name)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "equal" in ended.stdout or "bit-identical" in ended.stdout
+
+
+@pytest.mark.parametrize("name", some(["detection"], NAMES))
+def test_verify_names_the_planted_mistake(name):
+    require(name)
+    for mistake, cause in load(name).MISTAKES.items():
+        ended = verified(name, f"mistake={mistake}")
+        assert ended.returncode == 1, ended.stdout + ended.stderr
+        assert any(each in ended.stdout for each in cause.split("|")), ended.stdout
+

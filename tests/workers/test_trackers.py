@@ -1,0 +1,162 @@
+"""TensorBoard, Weights & Biases and MLflow get what is watched, with the real libraries and files."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.integrations.trackers import MLflow, TensorBoard, WandB
+from lockstep.watching.live import Tracked
+
+NAMES = {"training/loss", "training/grad_norm", "training/lr", "speed/samples_per_s", "speed/wall_ms"}
+
+
+class Notes:
+    """A tracker of one's own."""
+
+    def __init__(self, path):
+        self.path, self.steps = path, None
+
+    def open(self):
+        self.steps = []
+
+    def log(self, step, numbers):
+        self.steps.append((step, sorted(numbers)))
+
+    def tell(self, step, verdict):
+        self.steps.append((step, verdict))
+
+    def close(self):
+        Path(self.path).write_text(json.dumps(self.steps))
+
+
+def train(world, trackers, steps=6):
+    """A training with Trainer that is watched; nothing is logged by hand."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def loss_fn(model, shard):
+        return model(shard[0]).square().mean()
+
+    trainer = lockstep.Trainer(net, optimizer, loss_fn, shards=4, watch=True)
+    watcher = lockstep.watch(trainer.model, trackers=trackers)
+    rows = torch.utils.data.TensorDataset(torch.randn(64, 4))
+    for number, batch in enumerate(trainer.batches(rows, batch_size=8)):
+        if number == steps:
+            break
+        trainer.step(batch)
+    watcher.close()
+
+
+def own(world, path):
+    train(world, [Notes(path)])
+
+
+def test_a_tracker_of_ones_own_gets_all_steps(pool, tmp_path):
+    path = tmp_path / "notes.json"
+    pool.run(2, own, str(path))
+    steps = [entry for entry in json.loads(path.read_text()) if isinstance(entry[1], list)]
+    assert len(steps) >= 5 and set(steps[-1][1]) >= NAMES - {"training/grad_norm"}
+    assert any("training/grad_norm" in names for _, names in steps)
+
+
+def board(world, folder):
+    train(world, [TensorBoard(folder)])
+
+
+def test_tensorboard(pool, tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    pool.run(2, board, str(tmp_path))
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert set(found.Tags()["scalars"]) >= NAMES
+    assert all(math.isfinite(each.value) for each in found.Scalars("training/loss"))
+
+
+def mlflow(world, folder):
+    tracker = MLflow("mine", uri=folder)
+    train(world, [tracker])
+    return tracker.run_id
+
+
+def test_mlflow_in_local_files(pool, tmp_path):
+    if importlib.util.find_spec("mlflow") is None:
+        pytest.skip("needs mlflow-skinny")
+    from mlflow import MlflowClient
+
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    uri = (tmp_path / "runs").as_uri()
+    run_id = pool.run(2, mlflow, uri)[0]
+    client = MlflowClient(uri)
+    run = client.get_run(run_id)
+    assert set(run.data.metrics) >= NAMES and run.info.status == "FINISHED"
+    assert len(client.get_metric_history(run_id, "training/loss")) >= 5
+
+
+SCRIPT = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import lockstep, test_trackers
+from lockstep.integrations.trackers import WandB
+
+with lockstep.join() as world:
+    test_trackers.train(world, [WandB(project="mine", mode="offline", dir={folder!r})])
+"""
+
+
+def test_wandb_offline(tmp_path):
+    """In a process of its own: Weights & Biases starts a service that outlives a test."""
+    if importlib.util.find_spec("wandb") is None:
+        pytest.skip("needs wandb")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": paths}
+    ended = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    logs = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(logs) == 1, ended.stderr
+    content = logs[0].read_bytes()
+    assert all(name.encode() in content for name in NAMES)
+
+
+class Fails:
+    def open(self):
+        pass
+
+    def log(self, step, numbers):
+        raise OSError("disk full")
+
+    def tell(self, step, verdict):
+        raise AssertionError("it has failed before")
+
+    def close(self):
+        raise AssertionError("it has failed before")
+
+
+def test_a_tracker_that_fails_is_let_go_of_and_the_run_goes_on():
+    view = Tracked(Fails())
+    with pytest.warns(UserWarning, match="Fails took no numbers.*disk full"):
+        view.show({"step": 1, "loss": 1.0})
+    view.show({"step": 2, "loss": 1.0, "verdict": "worker 1 is slow"})
+    view.close()
+
+
+def test_verdicts_are_told_when_they_change(tmp_path):
+    notes = Notes(tmp_path / "notes")
+    view = Tracked(notes)
+    for step, verdict in enumerate(["", "worker 1 is slow", "worker 1 is slow", ""]):
+        view.show({"step": step, "loss": 1.0, "verdict": verdict})
+    assert [entry for entry in notes.steps if isinstance(entry[1], str)] == [(1, "worker 1 is slow"), (3, "")]
+
+
+assert WandB  # Named in the script above.
