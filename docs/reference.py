@@ -1,0 +1,170 @@
+"""Pages that `mkdocs build` makes of what is elsewhere: the reference of names and of commands, changes, contributing.
+
+MkDocs calls the functions here by their names (`hooks:` in mkdocs.yml). They need lockstep to be importable.
+"""
+
+import argparse
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import lockstep
+from lockstep.cli import main as command_line
+
+ROOT = Path(__file__).parents[1]
+WIDTH = 100
+"""Of a command's help, in letters."""
+
+_ARGUMENT = re.compile(r"[a-z_]+(, [a-z_]+)*: ")
+"""How the line of a docstring begins that describes arguments."""
+_PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Leave out of the navigation what has not been written yet."""
+    config.nav = [_there(entry, Path(config.docs_dir)) for entry in config.nav or []]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made of something else."""
+    made = {
+        "api.md": api(),
+        "commands.md": commands(),
+        "changes.md": _moved(ROOT / "CHANGELOG.md"),
+        "contributing.md": _moved(ROOT / "CONTRIBUTING.md"),
+    }
+    for name, text in made.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def _there(entry: Any, folder: Path) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    made = {"api.md", "commands.md", "changes.md", "contributing.md"}
+    ((title, content),) = entry.items()
+    if isinstance(content, list):
+        content = [each for each in content if not _is_missing(each, folder, made)]
+    return {title: content}
+
+
+def _is_missing(entry: Any, folder: Path, made: set[str]) -> bool:
+    path = next(iter(entry.values())) if isinstance(entry, dict) else entry
+    return isinstance(path, str) and path not in made and not (folder / path).exists()
+
+
+def _moved(path: Path) -> str:
+    """A page from beside docs/, as a page in it."""
+    return re.sub(r"\]\(docs/", "](", path.read_text(encoding="utf-8"))
+
+
+# Names
+
+
+def api() -> str:
+    """What stands in `lockstep.__all__`, from its docstrings."""
+    errors = [name for name in lockstep.__all__ if _is_error(getattr(lockstep, name))]
+    lines = ["# Names", "", "What `import lockstep` gives, from the docstrings. Errors are at the end.", ""]
+    for name in [*(each for each in lockstep.__all__ if each not in errors), *errors]:
+        lines += _named(name, getattr(lockstep, name))
+    return "\n".join(lines)
+
+
+def _is_error(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, BaseException)
+
+
+def _named(name: str, value: Any) -> Iterator[str]:
+    yield from [f"## lockstep.{name}", ""]
+    if not _is_error(value):
+        yield from _signature(f"lockstep.{name}", value)
+    yield from [_text(value), ""]
+    if inspect.isclass(value) and not _is_error(value):
+        for method, function in _methods(value):
+            yield from [f"### {name}.{method}", ""]
+            if isinstance(function, property):
+                yield from ["*A property.*", ""]
+            else:
+                yield from _signature(method, getattr(value, method))
+            yield from [_text(function), ""]
+
+
+def _methods(value: type) -> Iterator[tuple[str, Any]]:
+    """Methods and properties that a page, the README or an example speaks of: others are for the engine itself."""
+    sources = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
+    spoken_of = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    for name, function in vars(value).items():
+        is_described = inspect.isroutine(function) or isinstance(function, property | classmethod | staticmethod)
+        if not name.startswith("_") and is_described and inspect.getdoc(function) and name != "forward":
+            used = rf"`{name}\(|\b(?:model|trainer|world|watcher|{value.__name__})\.{name}\b"
+            if re.search(used, spoken_of):
+                yield name, function
+
+
+def _signature(name: str, value: Any) -> list[str]:
+    """A call with all its arguments, one on a line where there are many."""
+    try:
+        parameters = list(inspect.signature(value).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    words: list[str] = []
+    has_star = False
+    for each in parameters:
+        if each.name == "self":
+            continue
+        if each.kind is each.KEYWORD_ONLY and not has_star:
+            words.append("*")
+        has_star |= each.kind in (each.KEYWORD_ONLY, each.VAR_POSITIONAL)
+        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        words.append(f"{stars}{each.name}" + ("" if each.default is each.empty else f"={each.default!r}"))
+    call = f"{name}({', '.join(words)})"
+    if len(call) > WIDTH:
+        call = "\n".join([f"{name}(", *(f"    {word}," for word in words), ")"])
+    return ["```python", call, "```", ""]
+
+
+def _text(value: Any) -> str:
+    """A docstring as Markdown: what describes arguments becomes a list, names of pages become links."""
+    lines: list[str] = []
+    in_list = False
+    for line in (inspect.getdoc(value) or "").splitlines():
+        if _ARGUMENT.match(line):
+            names, _, rest = line.partition(": ")
+            lines += [*([] if in_list else [""]), f"- **`{names}`**: {rest}"]
+            in_list = True
+        elif in_list and line.startswith("    "):
+            lines.append("  " + line.strip())
+        else:
+            lines += ["", line] if in_list and line else [line]
+            in_list = False
+    return _PAGE.sub(lambda match: f"[{match[1].replace('_', ' ')}]({match[1]}.md)", "\n".join(lines))
+
+
+# Commands
+
+
+def commands() -> str:
+    """What every command says for --help."""
+    os.environ["COLUMNS"] = str(WIDTH)
+    modules = [importlib.import_module(f"lockstep.cli.{name}") for name in command_line.COMMANDS]
+    lines = ["# Commands", "", "What `lockstep COMMAND --help` says.", ""]
+    for parser in _parsers(command_line._parser(modules)):
+        lines += [f"## {parser.prog}", "", "```text", parser.format_help().rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser and those of its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _parsers(each)
