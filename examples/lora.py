@@ -4,7 +4,8 @@
     lockstep run -n 2 examples/lora.py
 
 A network learns one task. Then its weights are frozen, every linear layer gets a low-rank adapter, and the adapters
-learn a second task. Frozen parameters need no flag. Half-way the bias of the last layer is unfrozen, which needs none either.
+learn a second task. Frozen parameters need no flag. Half-way the bias of the last layer is unfrozen, which needs none
+either.
 """
 
 import torch
