@@ -46,6 +46,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Have the search work where pages are opened as files, which cannot read the index as JSON."""
+    folder = Path(config.site_dir, "search")
+    index = (folder / "search_index.json").read_text(encoding="utf-8")
+    (folder / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
+
+
 def _there(entry: Any, folder: Path) -> Any:
     if not isinstance(entry, dict):
         return entry

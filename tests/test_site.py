@@ -64,8 +64,8 @@ def test_the_navigation_names_what_there_is():
 # Search, in the browser that readers have
 
 
-@pytest.fixture(scope="module")
-def browser(site, tmp_path_factory):
+@pytest.fixture(scope="module", params=["served", "opened as files"])
+def browser(request, site, tmp_path_factory):
     if CHROMIUM is None:
         pytest.skip("no Chromium on the PATH")
 
@@ -76,7 +76,8 @@ def browser(site, tmp_path_factory):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     browser = Browser(tmp_path_factory.mktemp("chromium"))
-    browser.show(f"http://127.0.0.1:{server.server_port}/index.html", 1280)
+    served = f"http://127.0.0.1:{server.server_port}/index.html"
+    browser.show(served if request.param == "served" else site / "index.html", 1280)
     yield browser
     browser.close()
     server.shutdown()
@@ -116,7 +117,7 @@ FOUND = """
 def test_search_puts_the_right_page_first(browser, words, page):
     assert browser.value(f"{FOUND}({words!r})") == page
     assert browser.complaints() == []
-    assert all(address.startswith("http://127.0.0.1:") for address in browser.requests())
+    assert all(address.startswith(("http://127.0.0.1:", "file:///")) for address in browser.requests())
 
 
 # Links and commands, as GitHub shows them
