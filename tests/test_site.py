@@ -21,6 +21,8 @@ from lockstep.cli.main import COMMANDS
 ROOT = Path(__file__).parents[1]
 TO_COME = {"play.md", "plan.md", "plan_memory.md", "notebooks.md", "lightning.md", "transformers.md", "trackers.md"}
 """In the navigation, and still to be written."""
+README = next(path for path in (ROOT / "docs" / "README.draft.md", ROOT / "README.md") if path.exists())
+"""The draft is to stand where README.md stands."""
 FRONT = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
@@ -137,15 +139,22 @@ def anchors(path):
 @pytest.mark.parametrize("page", FRONT, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     made = {"api.md", "commands.md", "changes.md", "contributing.md"}
-    # The draft is to stand where README.md stands.
-    folder = ROOT if page.name == "README.draft.md" else page.parent
+    folder = ROOT if page == README else page.parent
     for target in re.findall(r"!?\[[^]]*\]\(([^)\s]+)\)", prose(page)):
-        if re.match(r"https?:", target) or target in made or target.removeprefix("docs/") in TO_COME:
+        if re.match(r"https?:", target) or target in made or target.removeprefix("docs/") in TO_COME | {"play.gif"}:
             continue
         name, _, anchor = target.partition("#")
         path = (folder / name).resolve() if name else page
         assert path.exists(), f"{page.name}: {target}: no such file"
         assert not anchor or anchor in anchors(path), f"{page.name}: {target}: no such heading"
+
+
+def test_the_readme_is_one_that_people_read_and_ci_finds_its_commands_in():
+    text = README.read_text()
+    assert text.count("\n") <= 120
+    for mark, ending in (("demo", "lockstep demo"), ("test", "python check.py")):
+        block = re.search(rf"<!-- {mark} -->\n```bash\n(.*)\n```\n", text)
+        assert block is not None and block[1].endswith(ending)
 
 
 def commands_of(page):
