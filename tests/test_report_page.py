@@ -183,6 +183,50 @@ def test_a_step_can_be_picked_and_a_value_read(browser, folder):
     assert browser.complaints() == []
 
 
+def drag(browser, selector, begin, end):
+    """Press the mouse at `begin` of an element's width, and let go at `end`."""
+    x, y, width = browser.value(
+        f"(() => {{ const field = document.querySelector({selector!r}); field.scrollIntoView({{block: 'center'}});"
+        "const box = field.getBoundingClientRect(); return [box.left, box.top + box.height / 2, box.width] })()"
+    )
+    for kind, place, buttons in (("mouseMoved", begin, 0), ("mousePressed", begin, 1), ("mouseMoved", end, 1)):
+        event = {"type": kind, "x": x + place * width, "y": y, "buttons": buttons, "clickCount": 1}
+        browser.ask("Input.dispatchMouseEvent", **event, **({"button": "left"} if buttons else {}))
+    browser.ask("Input.dispatchMouseEvent", type="mouseReleased", x=x + end * width, y=y, button="left", clickCount=1)
+
+
+def test_charts_are_zoomed_together_and_back(browser, folder):
+    browser.show(folder / "report.html", 1280)
+    ticks = "drawn.map(each => [each.scales.x.min, each.scales.x.max].map(Math.round))"
+    assert browser.value(ticks) == [[0, 299]] * 9
+    drag(browser, ".plot .u-over", 0.5, 0.75)
+    zoomed = browser.value(ticks)
+    assert len({tuple(each) for each in zoomed}) == 1
+    assert 145 <= zoomed[0][0] <= 155 and 220 <= zoomed[0][1] <= 230
+    assert browser.value("document.querySelector('.zoomed').innerText").startswith(f"steps {zoomed[0][0]} to")
+    assert browser.value("getComputedStyle(document.querySelector('.zoomed')).display") != "none"
+    loss = "drawn[4].scales.y.max"
+    assert browser.value(loss) < 3
+    browser.value("document.querySelector('.zoomed button').click()")
+    assert browser.value(ticks) == [[0, 299]] * 9 and browser.value(loss) > 4
+    assert browser.value("getComputedStyle(document.querySelector('.zoomed')).display") == "none"
+    assert browser.complaints() == []
+
+
+def test_a_timeline_can_be_widened(browser, folder):
+    browser.show(folder / "report.html", 375)
+    texts = "document.querySelectorAll('.timeline text').length"
+    width = "document.querySelector('.timeline').getBoundingClientRect().width"
+    narrow, few = browser.value(width), browser.value(texts)
+    browser.value("[1, 2, 3].forEach(() => document.querySelectorAll('.pick button')[1].click())")
+    assert browser.value(width) >= 3.5 * narrow and browser.value(texts) > few
+    assert browser.value("document.documentElement.scrollWidth") <= 375
+    browser.value("[1, 2, 3].forEach(() => document.querySelectorAll('.pick button')[0].click())")
+    assert (browser.value(width), browser.value(texts)) == (narrow, few)
+    assert browser.value("document.querySelectorAll('.pick button')[0].disabled")
+    assert browser.complaints() == []
+
+
 def test_names_in_all_sizes_fit_a_phone(browser, tmp_path):
     write_hang(write_run(tmp_path, workers=20, steps=60, name="a_very_long_name_" * 12), text="x" * 500)
     page_of(tmp_path)

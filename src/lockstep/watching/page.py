@@ -50,8 +50,8 @@ _MEANINGS = {
 }
 
 
-def page(report: RunReport) -> str:
-    """The whole page."""
+def page(report: RunReport, version: str = "") -> str:
+    """The whole page; with a version, one that asks where it came from for a newer one."""
     speed, training, sent = _speed(report), _training(report), _communication(report)
     charts = [*speed, *training, *(sent["charts"] if sent is not None else ())]
     for place, chart in enumerate(charts):
@@ -84,7 +84,8 @@ def page(report: RunReport) -> str:
         number=number,
         percent=percent,
         size=size,
-        policy=_policy(scripts),
+        version=version,
+        policy=_policy(scripts, "connect-src 'self'; " if version else ""),
         styles=Markup(_asset("uPlot.min.css") + _asset("page.css")),
         license=Markup(_asset("uPlot.LICENSE.txt")),
         scripts=[Markup(script) for script in scripts],
@@ -95,10 +96,10 @@ def _asset(name: str) -> str:
     return importlib.resources.files("lockstep.watching").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _policy(scripts: Iterable[str]) -> str:
+def _policy(scripts: Iterable[str], more: str) -> str:
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
+    return f"default-src 'none'; {more}style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
 
 
 # The top of the page
