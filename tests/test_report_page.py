@@ -205,10 +205,12 @@ def test_charts_are_zoomed_together_and_back(browser, folder):
     assert 145 <= zoomed[0][0] <= 155 and 220 <= zoomed[0][1] <= 230
     assert browser.value("document.querySelector('.zoomed').innerText").startswith(f"steps {zoomed[0][0]} to")
     assert browser.value("getComputedStyle(document.querySelector('.zoomed')).display") != "none"
+    assert browser.value("document.querySelector('.ref').hidden")  # "No loss" is far above.
     loss = "drawn[4].scales.y.max"
     assert browser.value(loss) < 3
     browser.value("document.querySelector('.zoomed button').click()")
     assert browser.value(ticks) == [[0, 299]] * 9 and browser.value(loss) > 4
+    assert not browser.value("document.querySelector('.ref').hidden")
     assert browser.value("getComputedStyle(document.querySelector('.zoomed')).display") == "none"
     assert browser.complaints() == []
 
@@ -219,8 +221,10 @@ def test_a_timeline_can_be_widened(browser, folder):
     width = "document.querySelector('.timeline').getBoundingClientRect().width"
     narrow, few = browser.value(width), browser.value(texts)
     browser.value("[1, 2, 3].forEach(() => document.querySelectorAll('.pick button')[1].click())")
-    assert browser.value(width) >= 3.5 * narrow and browser.value(texts) > few
+    assert browser.value(width) == 8 * narrow >= 8 * 660 and browser.value(texts) > few
     assert browser.value("document.documentElement.scrollWidth") <= 375
+    left = browser.value("figure.querySelector('.scroll').scrollLeft")
+    assert left > 1000 and browser.value("+figure.querySelector('.name').getAttribute('x')") == left
     browser.value("[1, 2, 3].forEach(() => document.querySelectorAll('.pick button')[0].click())")
     assert (browser.value(width), browser.value(texts)) == (narrow, few)
     assert browser.value("document.querySelectorAll('.pick button')[0].disabled")

@@ -89,8 +89,9 @@ const drawChart = plot => {
       }],
       draw: [u => {
         for (const [element, value] of overlays) {
-          element.hidden = zoom !== null && element.className === "end";
-          element.style.top = Math.min(u.over.clientHeight, Math.max(0, u.valToPos(value, "y"))) + "px";
+          const top = u.valToPos(value, "y");
+          element.hidden = zoom !== null && (element.className === "end" || top < 0 || top > u.over.clientHeight);
+          element.style.top = Math.min(u.over.clientHeight, Math.max(0, top)) + "px";
         }
       }],
       setSelect: [u => {
@@ -188,7 +189,7 @@ const drawReductions = (step, tops, top) => {
 };
 
 const drawStep = step => {
-  svg.style.width = 100 * wide + "%";
+  svg.style.width = "calc(" + wide + " * max(100%, 660px))";
   figure.dataset.step = step.step;
   figure.querySelector(".note").textContent = step.note;
   figure.querySelector(".scroll").setAttribute("aria-label", "Timeline of step " + step.step + ", scrolls sideways");
@@ -225,10 +226,13 @@ const drawTimeline = () => {
   svg = figure.querySelector("svg");
   const pick = document.getElementById("pick"), scroll = figure.querySelector(".scroll");
   const [narrower, wider] = document.querySelectorAll(".pick button");
+  const keepNames = () => svg.querySelectorAll(".name").forEach(name => name.setAttribute("x", scroll.scrollLeft));
+  scroll.addEventListener("scroll", keepNames);
   const show = () => {
     const middle = (scroll.scrollLeft + scroll.clientWidth / 2) / scroll.scrollWidth;
     drawStep(data.timelines[pick.selectedIndex]);
     scroll.scrollLeft = middle * scroll.scrollWidth - scroll.clientWidth / 2;
+    keepNames();
     narrower.disabled = wide === 1;
     wider.disabled = wide === 32;
   };
