@@ -16,9 +16,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import lockstep
-from lockstep.cli import main as command_line
+from lockstep.cli.main import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[1]
+MADE = ("api.md", "commands.md", "changes.md", "contributing.md")
 WIDTH = 100
 """Of a command's help, in letters."""
 
@@ -35,13 +36,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made of something else."""
-    made = {
-        "api.md": api(),
-        "commands.md": commands(),
-        "changes.md": _moved(ROOT / "CHANGELOG.md"),
-        "contributing.md": _moved(ROOT / "CONTRIBUTING.md"),
-    }
-    for name, text in made.items():
+    texts = api(), commands(), _moved(ROOT / "CHANGELOG.md"), _moved(ROOT / "CONTRIBUTING.md")
+    for name, text in zip(MADE, texts, strict=True):
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -54,18 +50,9 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def _there(entry: Any, folder: Path) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    made = {"api.md", "commands.md", "changes.md", "contributing.md"}
-    ((title, content),) = entry.items()
-    if isinstance(content, list):
-        content = [each for each in content if not _is_missing(each, folder, made)]
-    return {title: content}
-
-
-def _is_missing(entry: Any, folder: Path, made: set[str]) -> bool:
-    path = next(iter(entry.values())) if isinstance(entry, dict) else entry
-    return isinstance(path, str) and path not in made and not (folder / path).exists()
+    """A part of the navigation, with the pages in it that there are."""
+    ((title, pages),) = entry.items()
+    return {title: [each for each in pages if all(page in MADE or (folder / page).exists() for page in each.values())]}
 
 
 def _moved(path: Path) -> str:
@@ -161,9 +148,9 @@ def _text(value: Any) -> str:
 def commands() -> str:
     """What every command says for --help."""
     os.environ["COLUMNS"] = str(WIDTH)
-    modules = [importlib.import_module(f"lockstep.cli.{name}") for name in command_line.COMMANDS]
+    modules = [importlib.import_module(f"lockstep.cli.{name}") for name in COMMANDS]
     lines = ["# Commands", "", "What `lockstep COMMAND --help` says.", ""]
-    for parser in _parsers(command_line._parser(modules)):
+    for parser in _parsers(make_parser(modules)):
         lines += [f"## {parser.prog}", "", "```text", parser.format_help().rstrip(), "```", ""]
     return "\n".join(lines)
 

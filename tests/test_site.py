@@ -15,8 +15,7 @@ import pytest
 from report_browser import CHROMIUM, Browser
 
 import lockstep
-from lockstep.cli import main as command_line
-from lockstep.cli.main import COMMANDS
+from lockstep.cli.main import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[1]
 TO_COME = {"play.md", "plan.md", "plan_memory.md", "notebooks.md", "lightning.md", "transformers.md", "trackers.md"}
@@ -168,7 +167,7 @@ def commands_of(page):
 
 
 def test_commands_of_the_docs_are_commands(capsys):
-    parser = command_line._parser([importlib.import_module(f"lockstep.cli.{name}") for name in COMMANDS])
+    parser = make_parser([importlib.import_module(f"lockstep.cli.{name}") for name in COMMANDS])
     found = [(page.name, words) for page in FRONT for words in commands_of(page)]
     assert len(found) > 30
     for name, words in found:
