@@ -4,10 +4,14 @@ MkDocs calls the functions here by their names (`hooks:` in mkdocs.yml). They ne
 """
 
 import argparse
+import ast
 import importlib
 import inspect
+import itertools
 import os
 import re
+import textwrap
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,9 @@ ROOT = Path(__file__).parents[1]
 MADE = ("api.md", "commands.md", "changes.md", "contributing.md")
 WIDTH = 100
 """Of a command's help, in letters."""
+
+WIRES = ("Full", "Half", "Int8", "Sign", "TopK", "LowRank", "After", "Auto")
+"""Of the names of `lockstep.wire`, those for a model; the others are for wires of one's own."""
 
 _ARGUMENT = re.compile(r"[a-z_]+(, [a-z_]+)*: ")
 """How the line of a docstring begins that describes arguments."""
@@ -66,10 +73,32 @@ def _moved(path: Path) -> str:
 def api() -> str:
     """What stands in `lockstep.__all__`, from its docstrings."""
     errors = [name for name in lockstep.__all__ if _is_error(getattr(lockstep, name))]
-    lines = ["# Names", "", "What `import lockstep` gives, from the docstrings. Errors are at the end.", ""]
+    lines = [
+        "# Names",
+        "",
+        "What `import lockstep` gives: functions and classes, errors, encodings, results.",
+        "",
+    ]
     for name in [*(each for each in lockstep.__all__ if each not in errors), *errors]:
-        lines += _named(name, getattr(lockstep, name))
+        lines += _named(f"lockstep.{name}", getattr(lockstep, name))
+    for name in WIRES:
+        lines += _named(f"lockstep.wire.{name}", getattr(lockstep.wire, name))
+    for result in _results():
+        lines += _named(result.__name__, result)
     return "\n".join(lines)
+
+
+def _results() -> list[type]:
+    """What functions and methods return that is a class of ours with another name than those above."""
+    found: dict[str, type] = {}
+    for value in (getattr(lockstep, name) for name in lockstep.__all__):
+        functions = [getattr(value, name) for name, _ in _methods(value)] if inspect.isclass(value) else [value]
+        for function in filter(inspect.isroutine, functions):
+            returned = inspect.signature(function, eval_str=True).return_annotation
+            for each in (returned, *typing.get_args(returned)):
+                if inspect.isclass(each) and each.__module__.startswith("lockstep.") and inspect.getdoc(each):
+                    found[each.__name__] = each
+    return [found[name] for name in sorted(found.keys() - {*lockstep.__all__})]
 
 
 def _is_error(value: Any) -> bool:
@@ -77,13 +106,16 @@ def _is_error(value: Any) -> bool:
 
 
 def _named(name: str, value: Any) -> Iterator[str]:
-    yield from [f"## lockstep.{name}", ""]
-    if not _is_error(value):
-        yield from _signature(f"lockstep.{name}", value)
+    yield from [f"## {name}", ""]
+    if not _is_error(value) and name.startswith("lockstep."):
+        yield from _signature(name, value)
     yield from [_text(value), ""]
     if inspect.isclass(value) and not _is_error(value):
+        for attribute, text in _attributes(value):
+            yield f"- **`{attribute}`**: {text}"
+        yield ""
         for method, function in _methods(value):
-            yield from [f"### {name}.{method}", ""]
+            yield from [f"### {value.__name__}.{method}", ""]
             if isinstance(function, property):
                 yield from ["*A property.*", ""]
             else:
@@ -98,9 +130,20 @@ def _methods(value: type) -> Iterator[tuple[str, Any]]:
     for name, function in vars(value).items():
         is_described = inspect.isroutine(function) or isinstance(function, property | classmethod | staticmethod)
         if not name.startswith("_") and is_described and inspect.getdoc(function) and name != "forward":
-            used = rf"`{name}\(|\b(?:model|trainer|world|watcher|{value.__name__})\.{name}\b"
+            used = rf"`{name}\(|\b(?:model|trainer|world|watcher|loader|{value.__name__})\.{name}\b"
             if re.search(used, spoken_of):
                 yield name, function
+
+
+def _attributes(value: type) -> Iterator[tuple[str, str]]:
+    """The fields of a class and of its ancestors of ours, with what stands beneath them."""
+    for kind in reversed([each for each in value.__mro__ if each.__module__.startswith("lockstep.")]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+        for field, text in itertools.pairwise(body):
+            match field, text:
+                case ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(said))):
+                    if not (name := ast.unparse(field.target)).startswith("_"):
+                        yield name, " ".join(said.split())
 
 
 def _signature(name: str, value: Any) -> list[str]:

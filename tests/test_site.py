@@ -43,9 +43,17 @@ def test_every_name_and_every_option_is_in_the_reference(site):
         assert f'id="lockstep{name.lower()}"' in names, name
     for command in COMMANDS:
         assert f'id="lockstep-{command}"' in commands, command
-    for method in ("Trainer.step", "DataParallel.no_sync", "World.mean", "SyncBatchNorm.convert"):
+    for method in (
+        "Trainer.step",
+        "DataParallel.no_sync",
+        "World.mean",
+        "SyncBatchNorm.convert",
+        "ShardedLoader.set_epoch",
+    ):
         assert f'id="{method.lower().replace(".", "")}"' in names, method
     assert "go_on_from_progress" not in names
+    for field in ("rank", "grad_norm"):  # Of World and of StepResult.
+        assert f"<code>{field}</code></strong>: " in names, field
 
 
 def test_pages_ask_nobody_for_anything(site):
