@@ -130,7 +130,7 @@ def _methods(value: type) -> Iterator[tuple[str, Any]]:
     for name, function in vars(value).items():
         is_described = inspect.isroutine(function) or isinstance(function, property | classmethod | staticmethod)
         if not name.startswith("_") and is_described and inspect.getdoc(function) and name != "forward":
-            used = rf"`{name}\(|\b(?:model|trainer|world|watcher|loader|{value.__name__})\.{name}\b"
+            used = rf"`{name}\(|\b(?:model|trainer|world|watcher|loader|out|{value.__name__})\.{name}\b"
             if re.search(used, spoken_of):
                 yield name, function
 
