@@ -155,8 +155,6 @@ def test_what_cannot_be_is_refused(words, part, tmp_path, capsys):
     write_run(tmp_path, steps=2)
     assert main(["report", str(tmp_path), *words]) == 2
     assert part in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "none"), "--live"]) == 2
-    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_a_terminal_obeys_nothing_that_a_run_has_written(tmp_path, capsys):

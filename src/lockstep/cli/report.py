@@ -78,10 +78,9 @@ def _serve(args: argparse.Namespace) -> int:
 
     if args.output is not None or args.trace is not None:
         raise UsageError("--output and --trace are for a page that is written, and --live writes none: leave them out.")
-    if not args.folder.is_dir():
-        raise UsageError(f"there is no folder '{args.folder}': name the one that was given to `lockstep run --watch=`.")
     with LiveServer(args.folder, args.port or 0) as server, tempfile.TemporaryDirectory() as private:
-        print(f"live: {server.address}\nFor browsers of this machine, until Ctrl-C.", flush=True)
+        to_come = "" if args.folder.is_dir() else f" There is no folder '{args.folder}' yet: it is waited for."
+        print(f"live: {server.address}\nFor browsers of this machine, until Ctrl-C.{to_come}", flush=True)
         if args.open:
             # Other users can read a browser's command line, but not this file, which leads to the address.
             way = Path(private, "live.html")
