@@ -115,6 +115,14 @@ def test_a_run_of_few_facts_has_a_page(tmp_path):
     assert "Where the time goes" not in text and "5.00 ms" in text
 
 
+def test_a_run_of_which_every_second_step_is_recorded_says_so(tmp_path):
+    write_run(tmp_path, steps=40)
+    assert "Steps recorded" not in page_of(tmp_path)
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "steps.jsonl").write_text("".join(lines[:10] + lines[10::2]))
+    assert "Steps recorded" in page_of(tmp_path)
+
+
 def test_a_long_run_and_many_workers_stay_small(tmp_path):
     for folder, workers, steps in ((tmp_path / "long", 2, 4000), (tmp_path / "wide", 48, 40)):
         page = page_of(write_run(folder, workers=workers, steps=steps))

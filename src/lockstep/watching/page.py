@@ -123,8 +123,9 @@ def _tiles(report: RunReport) -> list[tuple[str, str, str]]:
     single, batch, mfu = report.run.single_ms, report.settled("batch"), report.settled("mfu")
     alone = f"a worker alone takes {milliseconds(single)}" if single else "of one worker's speed, times their number"
     last = f"in {duration(report.seconds)}; the last is step {report.steps[-1]:,.0f}" if report.steps.size else ""
+    is_every_one = not report.steps.size or report.steps.size > report.steps[-1] - report.steps[0]
     tiles = [
-        ("Steps", f"{report.steps.size:,}", last),
+        ("Steps" if is_every_one else "Steps recorded", f"{report.steps.size:,}", last),
         (
             "Throughput",
             number(report.samples_per_s),
