@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-FOLDERS = ["src", "tests", "bench", "check.py"]
+FOLDERS = ["src", "tests", "bench", "examples", "docs/reference.py", "check.py"]
 
 
 def checks(fix: bool, pytest_arguments: list[str]) -> list[list[str]]:

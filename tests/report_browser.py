@@ -20,7 +20,7 @@ FLAGS = (
 
 
 class Browser:
-    """One page of a Chromium: `show` a file, then ask it. `events` are what it told by itself."""
+    """One page of a Chromium: `show` a file or an address, then ask it. `events` are what it told by itself."""
 
     def __init__(self, folder, deadline=60.0):
         self._until = time.monotonic() + deadline
@@ -60,14 +60,14 @@ class Browser:
             self.events.append(answer)
 
     def show(self, path, width, height=900, *, dark=False):
-        """Load a file, and wait until it is there."""
+        """Load a file or an address, and wait until it is there."""
         self.ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
         )
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.ask("Emulation.setEmulatedMedia", features=features)
         self.events.clear()
-        self.ask("Page.navigate", url=Path(path).resolve().as_uri())
+        self.ask("Page.navigate", url=path if str(path).startswith("http:") else Path(path).resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._read())
 

@@ -115,6 +115,14 @@ def test_a_run_of_few_facts_has_a_page(tmp_path):
     assert "Where the time goes" not in text and "5.00 ms" in text
 
 
+def test_a_run_of_which_every_second_step_is_recorded_says_so(tmp_path):
+    write_run(tmp_path, steps=40)
+    assert "Steps recorded" not in page_of(tmp_path)
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "steps.jsonl").write_text("".join(lines[:10] + lines[10::2]))
+    assert "Steps recorded" in page_of(tmp_path)
+
+
 def test_a_long_run_and_many_workers_stay_small(tmp_path):
     for folder, workers, steps in ((tmp_path / "long", 2, 4000), (tmp_path / "wide", 48, 40)):
         page = page_of(write_run(folder, workers=workers, steps=steps))
@@ -180,6 +188,54 @@ def test_a_step_can_be_picked_and_a_value_read(browser, folder):
     )
     browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     assert browser.value("document.querySelector('.at').textContent").startswith("step 1")
+    assert browser.complaints() == []
+
+
+def drag(browser, selector, begin, end):
+    """Press the mouse at `begin` of an element's width, and let go at `end`."""
+    x, y, width = browser.value(
+        f"(() => {{ const field = document.querySelector({selector!r}); field.scrollIntoView({{block: 'center'}});"
+        "const box = field.getBoundingClientRect(); return [box.left, box.top + box.height / 2, box.width] })()"
+    )
+    for kind, place, buttons in (("mouseMoved", begin, 0), ("mousePressed", begin, 1), ("mouseMoved", end, 1)):
+        event = {"type": kind, "x": x + place * width, "y": y, "buttons": buttons, "clickCount": 1}
+        browser.ask("Input.dispatchMouseEvent", **event, **({"button": "left"} if buttons else {}))
+    browser.ask("Input.dispatchMouseEvent", type="mouseReleased", x=x + end * width, y=y, button="left", clickCount=1)
+
+
+def test_charts_are_zoomed_together_and_back(browser, folder):
+    browser.show(folder / "report.html", 1280)
+    ticks = "drawn.map(each => [each.scales.x.min, each.scales.x.max].map(Math.round))"
+    assert browser.value(ticks) == [[0, 299]] * 9
+    drag(browser, ".plot .u-over", 0.5, 0.75)
+    zoomed = browser.value(ticks)
+    assert len({tuple(each) for each in zoomed}) == 1
+    assert 145 <= zoomed[0][0] <= 155 and 220 <= zoomed[0][1] <= 230
+    assert browser.value("document.querySelector('.zoomed').innerText").startswith(f"steps {zoomed[0][0]} to")
+    assert browser.value("getComputedStyle(document.querySelector('.zoomed')).display") != "none"
+    assert browser.value("document.querySelector('.ref').hidden")  # "No loss" is far above.
+    loss = "drawn[4].scales.y.max"
+    assert browser.value(loss) < 3
+    browser.value("document.querySelector('.zoomed button').click()")
+    assert browser.value(ticks) == [[0, 299]] * 9 and browser.value(loss) > 4
+    assert not browser.value("document.querySelector('.ref').hidden")
+    assert browser.value("getComputedStyle(document.querySelector('.zoomed')).display") == "none"
+    assert browser.complaints() == []
+
+
+def test_a_timeline_can_be_widened(browser, folder):
+    browser.show(folder / "report.html", 375)
+    texts = "document.querySelectorAll('.timeline text').length"
+    width = "document.querySelector('.timeline').getBoundingClientRect().width"
+    narrow, few = browser.value(width), browser.value(texts)
+    browser.value("[1, 2, 3].forEach(() => document.querySelectorAll('.pick button')[1].click())")
+    assert browser.value(width) == 8 * narrow >= 8 * 660 and browser.value(texts) > few
+    assert browser.value("document.documentElement.scrollWidth") <= 375
+    left = browser.value("figure.querySelector('.scroll').scrollLeft")
+    assert left > 1000 and browser.value("+figure.querySelector('.name').getAttribute('x')") == left
+    browser.value("[1, 2, 3].forEach(() => document.querySelectorAll('.pick button')[0].click())")
+    assert (browser.value(width), browser.value(texts)) == (narrow, few)
+    assert browser.value("document.querySelectorAll('.pick button')[0].disabled")
     assert browser.complaints() == []
 
 

@@ -23,7 +23,7 @@ GIVEN = {
     "dataset": "torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randint(0, 3, (40,)))",
     "test_set": "dataset",
     "loader": "lockstep.shard(DataLoader(dataset, batch_size=8))",
-    "loss_fn": "lambda model, shard: F.cross_entropy(model(shard[0]), shard[1])",
+    "loss_fn": "lambda net, shard: F.cross_entropy(net(shard[0]), shard[1])",
     "world": "lockstep.join()",
 }
 """What a reader has: modules, a model, data. Evaluated where a block uses the name and does not make it."""
@@ -56,6 +56,18 @@ def give(names, namespace):
         namespace[name] = eval(GIVEN[name], namespace)
 
 
-@pytest.mark.parametrize("path", ["docs/zero.md", "docs/trainer.md"])
+PAGES = [
+    "zero",
+    "trainer",
+    "model_does_not_fit",
+    "slow_network",
+    "machine_dies",
+    "learning_rate",
+    "batch_norm",
+    "coming_from",
+]
+
+
+@pytest.mark.parametrize("path", [f"docs/{page}.md" for page in PAGES])
 def test_the_blocks_of_a_page_run(pool, tmp_path, path):
     pool.run(2, run_page, path, str(tmp_path))

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only the command that was asked for is imported.
     names = words[:1] if words and words[0] in COMMANDS else COMMANDS
     modules = {name: importlib.import_module(f"lockstep.cli.{name}") for name in names}
-    args = _parser(modules.values()).parse_args(words)
+    args = make_parser(modules.values()).parse_args(words)
     try:
         status: int = modules[args.command].run(args)
     except (LaunchError, UsageError) as error:
@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser(commands: Iterable[ModuleType]) -> argparse.ArgumentParser:
+def make_parser(commands: Iterable[ModuleType]) -> argparse.ArgumentParser:
+    """What reads a command line, of these commands."""
     parser = _Parser(prog="lockstep", description="Data-parallel training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")

@@ -50,8 +50,8 @@ _MEANINGS = {
 }
 
 
-def page(report: RunReport) -> str:
-    """The whole page."""
+def page(report: RunReport, version: str = "") -> str:
+    """The whole page; with a version, one that asks where it came from for a newer one."""
     speed, training, sent = _speed(report), _training(report), _communication(report)
     charts = [*speed, *training, *(sent["charts"] if sent is not None else ())]
     for place, chart in enumerate(charts):
@@ -84,7 +84,8 @@ def page(report: RunReport) -> str:
         number=number,
         percent=percent,
         size=size,
-        policy=_policy(scripts),
+        version=version,
+        policy=_policy(scripts, "connect-src 'self'; " if version else ""),
         styles=Markup(_asset("uPlot.min.css") + _asset("page.css")),
         license=Markup(_asset("uPlot.LICENSE.txt")),
         scripts=[Markup(script) for script in scripts],
@@ -95,10 +96,10 @@ def _asset(name: str) -> str:
     return importlib.resources.files("lockstep.watching").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _policy(scripts: Iterable[str]) -> str:
+def _policy(scripts: Iterable[str], more: str) -> str:
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
+    return f"default-src 'none'; {more}style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
 
 
 # The top of the page
@@ -122,8 +123,9 @@ def _tiles(report: RunReport) -> list[tuple[str, str, str]]:
     single, batch, mfu = report.run.single_ms, report.settled("batch"), report.settled("mfu")
     alone = f"a worker alone takes {milliseconds(single)}" if single else "of one worker's speed, times their number"
     last = f"in {duration(report.seconds)}; the last is step {report.steps[-1]:,.0f}" if report.steps.size else ""
+    is_every_one = not report.steps.size or report.steps.size > report.steps[-1] - report.steps[0]
     tiles = [
-        ("Steps", f"{report.steps.size:,}", last),
+        ("Steps" if is_every_one else "Steps recorded", f"{report.steps.size:,}", last),
         (
             "Throughput",
             number(report.samples_per_s),

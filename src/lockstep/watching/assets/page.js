@@ -1,9 +1,35 @@
 "use strict";
 // Draws the charts (with uPlot) and the timeline from the numbers in #data. Text from the run only ever becomes
-// textContent, never markup.
-const data = JSON.parse(document.getElementById("data").textContent);
+// textContent, never markup. A live page asks its server for a newer one now and then, and takes over what it says.
+let data;
 
-// Charts
+// Charts. All are over the same steps, so they are zoomed together: `zoom` is the first and the last step shown, or null.
+
+let zoom = null, drawn = [];
+
+const setZoom = steps => {
+  zoom = steps;
+  const bar = document.querySelector(".zoomed");
+  bar.hidden = zoom === null;
+  if (zoom) {
+    const [from, to] = zoom.map(step => Math.round(step).toLocaleString("en"));
+    bar.querySelector("output").textContent = "steps " + from + " to " + to;
+  }
+  for (const chart of drawn) chart.setScale("x", {});
+};
+
+// What a zoomed chart has to show, with some room; a logarithmic one stays as it is.
+const zoomedRange = chart => {
+  const low = [], high = [];
+  chart.x.forEach((step, place) => {
+    if (step < zoom[0] || step > zoom[1]) return;
+    low.push((chart.low ?? chart.mean)[place]);
+    high.push((chart.high ?? chart.mean)[place]);
+  });
+  if (chart.log || !low.length) return chart.range;
+  const least = Math.min(...low), most = Math.max(...high), room = (most - least || Math.abs(most) || 1) / 20;
+  return [least - room, most + room];
+};
 
 const css = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 
@@ -35,10 +61,10 @@ const drawChart = plot => {
     height: 176,
     padding: [8, 52, 0, 0],
     legend: {show: false},
-    cursor: {y: false, drag: {x: false, y: false}},
+    cursor: {y: false, drag: {x: true, y: false, setScale: false, dist: 8}, bind: {dblclick: () => () => setZoom(null)}},
     scales: {
-      x: {time: false, range: chart.steps},
-      y: {distr: chart.log ? 3 : 1, range: chart.range},
+      x: {time: false, range: () => zoom ?? chart.steps},
+      y: {distr: chart.log ? 3 : 1, range: () => zoom ? zoomedRange(chart) : chart.range},
     },
     series: [{}],
     bands: [],
@@ -63,8 +89,16 @@ const drawChart = plot => {
       }],
       draw: [u => {
         for (const [element, value] of overlays) {
-          element.style.top = Math.min(u.over.clientHeight, Math.max(0, u.valToPos(value, "y"))) + "px";
+          const top = u.valToPos(value, "y");
+          element.hidden = zoom !== null && (element.className === "end" || top < 0 || top > u.over.clientHeight);
+          element.style.top = Math.min(u.over.clientHeight, Math.max(0, top)) + "px";
         }
+      }],
+      setSelect: [u => {
+        if (u.select.width < 8) return;
+        const steps = [u.select.left, u.select.left + u.select.width].map(place => u.posToVal(place, "x"));
+        u.setSelect({left: 0, width: 0}, false);
+        setZoom(steps);
       }],
       setCursor: [u => {
         const place = u.cursor.idx;
@@ -87,12 +121,10 @@ const drawChart = plot => {
   return u;
 };
 
-let drawn = [];
 const drawCharts = () => {
   for (const chart of drawn) chart.destroy();
   drawn = [...document.querySelectorAll(".plot")].map(drawChart);
 };
-drawCharts();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
 addEventListener("resize", () => {
   for (const chart of drawn) chart.setSize({width: chart.root.parentElement.clientWidth, height: chart.height});
@@ -102,8 +134,7 @@ addEventListener("resize", () => {
 // per cent of the width and heights in pixels, so that text keeps its size.
 
 const TOP = 24, NAME = 17, BAR = 22, LANE = 9, GAP = 12, REDUCTION = 18;
-const figure = document.querySelector(".step");
-const svg = figure && figure.querySelector("svg");
+let figure, svg, wide = 1; // How many times as wide as there is room for.
 
 const put = (tag, attributes, text) => {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -129,7 +160,7 @@ const drawTrack = (worker, top) => {
   put("text", {class: "name", x: 0, y: top + 12}, worker.name);
   for (const [kind, x, width, took, title] of worker.spans) {
     bar("k-" + kind, x, width, top + NAME, BAR, title);
-    const text = width >= 14 ? kind + " " + took : width >= 9 ? kind : "";
+    const text = width * wide >= 14 ? kind + " " + took : width * wide >= 9 ? kind : "";
     if (text) put("text", {class: "in-" + kind, x: x + "%", dx: 6, y: top + NAME + 15}, text);
   }
   const below = top + NAME + BAR + 3;
@@ -150,7 +181,7 @@ const drawReductions = (step, tops, top) => {
     }
     bar("k-hidden", x, end - x, y, 15, title, 2);
     const free = (room[row] ?? 100) - end;
-    if (end - x > 9) put("text", {class: "in-hidden", x: x + "%", dx: 6, y: y + 12}, "bucket " + place);
+    if ((end - x) * wide > 9) put("text", {class: "in-hidden", x: x + "%", dx: 6, y: y + 12}, "bucket " + place);
     else if (end > 91) put("text", {class: "tick", x: x + "%", dx: -5, y: y + 12, "text-anchor": "end"}, place);
     else if (free > 3) put("text", {class: "tick", x: end + "%", dx: 4, y: y + 12}, free > 9 ? "bucket " + place : place);
     room[row] = x;
@@ -158,6 +189,7 @@ const drawReductions = (step, tops, top) => {
 };
 
 const drawStep = step => {
+  svg.style.width = "calc(" + wide + " * max(100%, 660px))";
   figure.dataset.step = step.step;
   figure.querySelector(".note").textContent = step.note;
   figure.querySelector(".scroll").setAttribute("aria-label", "Timeline of step " + step.step + ", scrolls sideways");
@@ -177,7 +209,7 @@ const drawStep = step => {
   if (step.reductions.length) height += NAME + 4 + REDUCTION * step.num_lanes;
   svg.setAttribute("height", height);
 
-  const every = roundStep(step.ms / 6);
+  const every = roundStep(step.ms / 6 / wide);
   for (let tick = 0; tick * every <= step.ms; tick++) {
     const x = 100 * tick * every / step.ms;
     put("line", {class: "grid", x1: x + "%", x2: x + "%", y1: 16, y2: height});
@@ -188,9 +220,69 @@ const drawStep = step => {
   if (step.reductions.length) drawReductions(step, tops, below);
 };
 
-if (figure) {
-  const pick = document.getElementById("pick");
-  const show = () => drawStep(data.timelines[pick.selectedIndex]);
+const drawTimeline = () => {
+  figure = document.querySelector(".step");
+  if (!figure) return;
+  svg = figure.querySelector("svg");
+  const pick = document.getElementById("pick"), scroll = figure.querySelector(".scroll");
+  const [narrower, wider] = document.querySelectorAll(".pick button");
+  const keepNames = () => svg.querySelectorAll(".name").forEach(name => name.setAttribute("x", scroll.scrollLeft));
+  scroll.addEventListener("scroll", keepNames);
+  const show = () => {
+    const middle = (scroll.scrollLeft + scroll.clientWidth / 2) / scroll.scrollWidth;
+    drawStep(data.timelines[pick.selectedIndex]);
+    scroll.scrollLeft = middle * scroll.scrollWidth - scroll.clientWidth / 2;
+    keepNames();
+    narrower.disabled = wide === 1;
+    wider.disabled = wide === 32;
+  };
   pick.addEventListener("change", show);
+  narrower.addEventListener("click", () => { wide /= 2; show(); });
+  wider.addEventListener("click", () => { wide *= 2; show(); });
   show();
-}
+};
+
+const draw = () => {
+  data = JSON.parse(document.getElementById("data").textContent);
+  drawCharts();
+  drawTimeline();
+};
+draw();
+document.querySelector(".zoomed button").addEventListener("click", () => setZoom(null));
+
+// A live page. What the reader has chosen stays: the step, the zoom, which tables are open.
+
+const takeOver = text => {
+  const newer = new DOMParser().parseFromString(text, "text/html");
+  const pick = document.getElementById("pick");
+  const picked = pick && pick.selectedIndex > 0 ? pick.value : null, hadFocus = pick && document.activeElement === pick;
+  const name = details => (details.closest("section")?.querySelector("h2")?.textContent ?? "") + "/"
+    + (details.closest("figure")?.querySelector("h3")?.textContent ?? "") + "/" + details.querySelector("summary").textContent;
+  const opened = new Map([...document.querySelectorAll("details")].map(each => [name(each), each.open]));
+  for (const part of ["header", "main", "footer", "#data"]) {
+    document.querySelector(part).replaceWith(document.adoptNode(newer.querySelector(part)));
+  }
+  for (const each of document.querySelectorAll("details")) each.open = opened.get(name(each)) ?? each.open;
+  const now = document.getElementById("pick");
+  if (now && picked !== null && [...now.options].some(option => option.value === picked)) now.value = picked;
+  if (now && hadFocus) now.focus();
+  document.title = newer.title;
+  document.body.dataset.version = newer.body.dataset.version;
+  for (const chart of drawn.splice(0)) chart.destroy();
+  draw();
+};
+
+const follow = async () => {
+  let said = "live";
+  try {
+    if (!document.hidden) {
+      const answer = await fetch("?since=" + document.body.dataset.version, {cache: "no-store"});
+      if (answer.status === 200) takeOver(await answer.text());
+    }
+  } catch {
+    said = "no longer live: lockstep report has ended, and this is the last that it said";
+  }
+  document.querySelector(".live").textContent = said;
+  setTimeout(follow, 1000);
+};
+if (document.body.dataset.version) follow();
