@@ -1,7 +1,7 @@
 """torch's own tests of DDP and of collectives, which ship in its wheel, on CPUs and with what is to take DDP's place.
 
     python tests/torch_ddp.py --place torch lockstep --backend gloo        # the tests of DDP, side by side
-    python tests/torch_ddp.py --place lockstep --backend gloo NAME ...     # some of them
+    python tests/torch_ddp.py --place lockstep --tests NAME ...             # some of them
     python tests/torch_ddp.py --kind collectives --backend gloo shm        # backend shm in gloo's place
 
 Every test runs in processes of its own, which are forks of this one. They were written for GPUs: here "cuda" means the
@@ -242,9 +242,24 @@ def run(name, place, backend, size):
     return Outcome(name, place or "", backend, size, worst[0], why, text, round(time.monotonic() - begun, 1))
 
 
+def table(outcomes):
+    """Where two columns differ, or a test fails in both, as Markdown; and how many pass in each."""
+    columns = list(dict.fromkeys(each.place or each.backend for each in outcomes))
+    rows = {}
+    for each in outcomes:
+        rows.setdefault(each.name, {})[each.place or each.backend] = each.verdict
+    counts = [sum(row.get(column) == "passed" for row in rows.values()) for column in columns]
+    lines = [f"| test | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    lines.append(f"| passed | {' | '.join(map(str, counts))} |")
+    for name, row in sorted(rows.items()):
+        if set(row.values()) not in ({"passed"}, {"skipped"}):
+            lines.append(f"| `{name}` | {' | '.join(row.get(column, '') for column in columns)} |")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("--tests", nargs="+", dest="names", metavar="NAME", help="some of them; all if not given")
     parser.add_argument("--kind", choices=("ddp", "collectives"), default="ddp")
     parser.add_argument("--place", nargs="+", choices=("torch", "lockstep"), default=["torch", "lockstep"])
     parser.add_argument("--backend", nargs="+", default=["gloo"])
@@ -263,6 +278,7 @@ def main():
                 sys.stdout.flush()
                 if given.verbose:
                     print(outcome.text)
+    print(table(outcomes))
     if given.json:
         given.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
 

@@ -298,6 +298,8 @@ class FlatGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         """Reduce each of `tensors` over all workers, in place."""
         if tensors[0].is_cuda:  # Not by the decorator: this is the hot path.
             return self._cuda().allreduce(tensors, *([] if opts is _DEFAULTS else [opts]))
+        if tensors[0].is_sparse:
+            return self._do("all_reduce", functools.partial(self._add_sparse, tensors, opts), tensors, opts)
         size = self._place.size
         reductions = [find_reduction(opts.reduceOp, tensor.dtype, size) for tensor in tensors]
 
@@ -312,6 +314,33 @@ class FlatGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
         return self._do("all_reduce", operate, tensors, opts)
 
     allreduce_coalesced = allreduce
+
+    def _add_sparse(self, tensors: list[Tensor], opts: Any) -> None:
+        """Add sparse tensors up, in place: what each worker has travels padded to the longest."""
+        size = self._place.size
+        for tensor in tensors:
+            if opts.reduceOp != dist.ReduceOp.SUM and opts.reduceOp != dist.ReduceOp.AVG:
+                raise UsageError(
+                    f"backend {self.backend_name} adds and averages sparse tensors, and does nothing else with them."
+                )
+            own = tensor.coalesce()
+            counts = torch.zeros(size, dtype=torch.int64)
+            counts[self._place.rank] = own._nnz()
+            self._reductions.all_reduce(counts, find_reduction(dist.ReduceOp.SUM, counts.dtype, size)[0])
+            rows, values = own.indices().T, own.values()
+            gathered = [self._gather_rows(part, counts.tolist()) for part in (rows, values)]
+            indices, added = (torch.cat(parts) for parts in gathered)
+            total = torch.sparse_coo_tensor(indices.T, added, tensor.shape, check_invariants=False).coalesce()
+            tensor.copy_(total / size if opts.reduceOp == dist.ReduceOp.AVG else total)
+
+    def _gather_rows(self, own: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Every worker's rows, of which worker i has `counts[i]`."""
+        padded = own.new_zeros(max(counts), *own.shape[1:])
+        padded[: len(own)] = own
+        flats = [torch.empty_like(padded).reshape(-1) for _ in counts]
+        if padded.numel():
+            self._copies.all_gather(flats, padded.reshape(-1))
+        return [flat.view(padded.shape)[:count] for flat, count in zip(flats, counts, strict=True)]
 
     @by_nccl("reduce")
     def reduce(self, tensors: list[Tensor], opts: Any = _DEFAULTS) -> Any:

@@ -302,7 +302,11 @@ class Barrier:
         if time.monotonic() > deadline:
             missing = [other for other in late if not has_come(other)]
             if missing:
-                raise self.fail(self._lost(missing, f"did not come within {self.timeout} (timed out)", call))
+                raise self.fail(
+                    self._lost(
+                        missing, f"did not come within {self.timeout}, the timeout of the group (timed out)", call
+                    )
+                )
 
     def has_left(self, other: int) -> bool:
         """Whether `other` has said that it comes no more."""
