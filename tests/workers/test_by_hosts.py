@@ -157,6 +157,15 @@ def collectives(world):
                 assert torch.equal(gathered, torch.cat([each[rank * part : (rank + 1) * part] for each in given])), what
     got = torch.zeros(5)
     right, left = (rank + 1) % size, (rank - 1) % size
+    for ends in (lambda work: work.wait(), lambda work: world.wait(work, "testing")):
+        sent, received = dist.isend(got + rank, right), dist.irecv(got, left)
+        with pytest.raises(RuntimeError):  # Which leaves the connection as it is.
+            dist.irecv(torch.zeros(5), left, tag=7).wait(timedelta(milliseconds=1))
+        ends(sent), ends(received)
+        assert got[0] == left and received.is_completed()
+        got.zero_()
+        dist.barrier()
+        dist.send(torch.ones(5), right, tag=7)
     messages = [dist.P2POp(dist.isend, torch.full((5,), rank * 1.0), right), dist.P2POp(dist.irecv, got, left)]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
