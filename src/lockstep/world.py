@@ -511,7 +511,7 @@ def join(
         seed, as it is when a model is first wrapped or a loader sharded.
     device: defaults to this worker's GPU, or the CPU where there is none.
     backend: torch.distributed's name of one; defaults to nccl on GPUs, shm for CPU workers of one host (see
-        docs/shared_memory.md), and gloo elsewhere.
+        docs/shared_memory.md), hosts for those of several hosts (see docs/hosts.md), and gloo elsewhere.
     timeout: the deadline of every wait, in seconds or as a timedelta; 10 minutes if not given.
 
     Knows torchrun, `lockstep run`, Slurm and Open MPI. Where torch.distributed is initialised already, its default

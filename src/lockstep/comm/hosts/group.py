@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.flat_group import AddAlong, Cuts, FlatGroup, Place, Spans, by_nccl
-from lockstep.comm.hosts.links import Links
+from lockstep.comm.hosts.links import Links, UserMessage
 from lockstep.comm.hosts.operations import AlongTree, HostsOperations
 from lockstep.comm.hosts.places import Places
 from lockstep.comm.peers import Peer
@@ -94,13 +94,16 @@ class HostsGroup(FlatGroup):
     @by_nccl("send")
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Any:
         """Send to one worker."""
-        return self._collect(self._links.gloo.send(tensors, target, tag))
+        return self._user(self._links.gloo.send(tensors, target, tag))
 
     @by_nccl("recv")
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
         """Receive from one worker."""
-        return self._collect(self._links.gloo.recv(tensors, source, tag))
+        return self._user(self._links.gloo.recv(tensors, source, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive from whichever worker sends first."""
-        return self._collect(self._links.gloo.recv_anysource(tensors, tag))
+        return self._user(self._links.gloo.recv_anysource(tensors, tag))
+
+    def _user(self, work: Any) -> Any:
+        return self._collect(UserMessage(work, self._links.timeout))

@@ -7,6 +7,7 @@ closes its connections; who finds one closed looks there before it takes the oth
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.peers import Peer
+from lockstep.comm.shm.queue import NO_TIMEOUT, ShmWork
 from lockstep.comm.shm.segment import as_bytes
 from lockstep.errors import LockstepError, UsageError, WorkerLost
 
@@ -120,3 +122,52 @@ class Links:
 def _told(said: dict[str, Any]) -> LockstepError:
     text = f"another host gave up on this group: {said['text']}"
     return UsageError(str(said["text"])) if said["usage"] else WorkerLost(text, tuple(said["ranks"]))
+
+
+class UserMessage(dist.Work):
+    """A send or receive of the user's. A wait with a limit leaves the connection: one of gloo's would close it."""
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        super().__init__()
+        self._work, self._timeout = work, timeout
+        self._end = ShmWork("message", [])
+        self._lock = threading.Lock()
+        self._is_awaited = False
+        """Whether gloo's wait has begun: it may be called once."""
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Return True when it is over; raise its error, or LockstepError when `timeout` is over."""
+        if timeout > NO_TIMEOUT:
+            self._watch()
+        elif self._begins():
+            self._await()
+        return self._end.wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or badly."""
+        self._watch()
+        return self._end.is_completed()
+
+    def source_rank(self) -> int:
+        """The rank in the group that it came from."""
+        return int(self._work._source_rank())
+
+    _source_rank = source_rank
+
+    def _watch(self) -> None:
+        """Have a thread wait for it."""
+        if self._begins():
+            threading.Thread(target=self._await, name="lockstep-hosts-p2p", daemon=True).start()
+
+    def _begins(self) -> bool:
+        with self._lock:
+            begins, self._is_awaited = not self._is_awaited, True
+        return begins
+
+    def _await(self) -> None:
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            self._end.finish(error)
+        else:
+            self._end.finish()

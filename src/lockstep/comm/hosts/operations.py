@@ -11,6 +11,7 @@ of one number are a *column*, and there are as many columns as the smallest host
 Between hosts (H-1)/H of every part goes out twice, so 2(H-1)/H * M for all workers of a host together, however many
 these are, by the connections of all of them. With two hosts, each sends the other all of its part and adds by itself:
 as many bytes in one hop. Large tensors go chunk by chunk: while one travels, the next one is added up within the host.
+Up to 1 KB every worker of a host gets the sums of the other hosts: a barrier costs more than such bytes.
 
 **The order of a sum.** Plain sums are added in order of rank within a host, then in order of the hosts. Sums along a
 tree of shards are added along that tree: the shards of a host are a run, so it has the sums of a few nodes, its roots
@@ -51,6 +52,9 @@ from lockstep.comm.tree import ShardTree, sums_of
 CHUNK_BYTES = 2 << 20
 """So much of a reduction does every worker of a column exchange at a time. Tuned by bench/hosts.py --chunks."""
 
+LITTLE_BYTES = 1 << 10
+"""Up to here a barrier costs more than bytes."""
+
 Span = tuple[int, int]
 """First and last-but-one element."""
 NONE: Span = (0, 0)
@@ -87,6 +91,10 @@ class InOrder:
         """See Adding."""
         self._host.reductions.reduce_scatter(out, [self._piece(span) for span in spans], self._within)
         return [out]
+
+    def whole_within(self, flat: Tensor) -> None:
+        """Set `flat` of every worker of this host to the sum of theirs."""
+        self._host.reductions.all_reduce(flat, self._within)
 
     def between(self, roots: Sequence[Tensor], out: Tensor) -> None:
         """See Adding."""
@@ -155,7 +163,20 @@ class HostsOperations:
 
     def all_reduce(self, flat: Tensor, reduce: Reduction) -> None:
         """Replace every worker's `flat` by the reduction of all."""
-        self.add_all(InOrder(self._places, self._host, lambda span: flat[slice(*span)], reduce), flat)
+        adding = InOrder(self._places, self._host, lambda span: flat[slice(*span)], reduce)
+        if flat.nbytes <= LITTLE_BYTES:
+            self._add_little(adding, flat)
+        else:
+            self.add_all(adding, flat)
+
+    def _add_little(self, adding: InOrder, flat: Tensor) -> None:
+        """The same for what costs more to cut than to send: every worker hears of all hosts, and adds by itself."""
+        places = self._places
+        adding.whole_within(flat)
+        sums = [flat if host == places.mine else torch.empty_like(flat) for host in range(places.num_hosts)]
+        receives = [(places.partner(host), sums[host]) for host in places.away]
+        self._links.exchange([(rank, flat) for rank in places.partners], receives)
+        adding.between(sums, flat)
 
     def reduce(self, flat: Tensor, root: int, reduce: Reduction) -> None:
         """Replace `flat` on `root` by the reduction of all, which all others have as well, and drop."""
