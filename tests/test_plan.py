@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
+import torch
 from report_run import write_run
 
 import lockstep
@@ -16,7 +17,9 @@ from lockstep.errors import UsageError
 from lockstep.plan import machine, models, published, timing
 from lockstep.plan.machine import from_toml, named
 from lockstep.plan.timing import Choices
-from lockstep.replica.granularity import USUAL, fill
+from lockstep.replica import layout
+from lockstep.replica.granularity import USUAL
+from lockstep.replica.layout import ParamSpec
 from lockstep.watching.number_format import percent
 
 ROOT = Path(__file__).parents[1]
@@ -81,8 +84,9 @@ def test_buckets_are_the_engines(made):
     num_bytes, ready, numels = timing.buckets(work, timing.granularity(on, work, Choices()))
     assert sum(numels) == work.num_params and sum(num_bytes) == 4 * work.num_params
     tensors = [numel for layer in reversed(work.layers) for numel in reversed(layer.tensors)]
-    ends = list(fill([4 * numel for numel in tensors], USUAL))
-    assert len(ends) == len(numels) and numels[0] == sum(tensors[: ends[0]])
+    specs = [ParamSpec(n, numel, torch.float32, torch.device("cpu")) for n, numel in enumerate(tensors)]
+    laid_out = layout.plan(specs, tail_numel=0, grain=USUAL)
+    assert numels == [sum(slot.numel for slot in bucket.slots) for bucket in laid_out if bucket.slots]
     assert ready == sorted(ready) and ready[-1] == pytest.approx(1.0)
     gathered = timing.buckets(replace(work, zero=3), timing.granularity(on, work, Choices()))[2]
     assert sum(gathered) == work.num_params and len(gathered) >= work.num_blocks()
