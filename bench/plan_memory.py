@@ -160,7 +160,7 @@ def predict(model: str, optimizer: str, zero: int, checkpointing: bool, backend:
     """What `lockstep plan` says, by component."""
     trace = traced(model, optimizer, checkpointing)
     workload = workload_of(trace, name=model, batch=workers * trace.samples, zero=zero)
-    return estimate(workload, machine.assembled("cpu", workers, workers), trace, backend=backend)
+    return estimate(workload, machine.assembled("cpu", workers, workers), backend=backend)
 
 
 @functools.cache

@@ -51,8 +51,11 @@ def test_a_series_follows_from_the_others_better_than_by_constant_efficiency(run
 
 def test_what_comes_with_the_package_is_what_the_code_computes(calibration, runs):
     kept = published.built_in()
+    hint = (
+        "models or constants have changed: run python -m lockstep.plan.published, and put its errors into docs/plan.md"
+    )
     ours, theirs = dict(calibration.residuals()), dict(kept.calibration.residuals())
-    assert {run.id: ours[run] for run in ours} == pytest.approx({run.id: theirs[run] for run in theirs}, abs=2e-6)
+    assert {run.id: ours[run] for run in ours} == pytest.approx({run.id: theirs[run] for run in theirs}, abs=2e-6), hint
     assert kept.multi_host.rows == pytest.approx(published.multi_host_errors(runs, calibration).rows, abs=2e-4)
 
 

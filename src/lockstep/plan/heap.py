@@ -32,7 +32,7 @@ LEAST_BYTES = 32
 SLACK_BYTES = ALIGNMENT_BYTES + LEAST_BYTES
 """What glibc asks for on top, to find an aligned place."""
 NEIGHBOURS = 6
-PINNED_SHARE, PINNED_ELSEWHERE = 0.45, 0.25
+PINNED_SHARE, PINNED_ELSEWHERE = 0.4, 0.1
 """Of rests, where one of the next NEIGHBOURS tensors is saved for the backward pass, and where none is. By the heaps of
 single processes that trained four models: see docs/plan_memory.md."""
 KEPT_EVERY = 20

@@ -115,12 +115,9 @@ class Choice:
     """How much longer a step takes, roughly, as a share: what is computed again, gathered, or done in small pieces."""
 
 
-def estimate(
-    workload: Workload, machine: Machine, trace: "StepTrace | None" = None, *, backend: str | None = None
-) -> Memory:
-    """What one worker needs for `workload`.
+def estimate(workload: Workload, machine: Machine, *, backend: str | None = None) -> Memory:
+    """What one worker needs for `workload`; from its trace, if it has one and recomputes nothing beyond that.
 
-    trace: of a step with `workload.micro_batch` samples, if there is one.
     backend: "shm" or "gloo", to have it otherwise than it would be on the CPUs of `machine`.
     """
     is_cpu, workers = machine.device.kind == "cpu", machine.workers
@@ -152,7 +149,8 @@ def estimate(
         CPU_CONTEXT_BYTES if is_cpu else GPU_CONTEXT_BYTES,
         machine.device.memory_bytes,
     )
-    if trace is not None:
+    if workload.trace is not None and workload.checkpointing == "none":
+        trace = workload.trace[0].at(workload.micro_batch, workload.trace[1])
         memory = replace(memory, **_traced(trace, memory, machine, zero, parts, is_shared=is_shared))
     elif is_cpu:
         memory = replace(memory, fragmentation=CPU_FRAGMENTATION * memory.activations)

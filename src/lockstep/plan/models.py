@@ -26,11 +26,11 @@ OPTIMIZER_BYTES: Mapping[str, float] = {
     "adam": 8.0,
     "lamb": 8.0,
     "lion": 4.0,
-    "sgd": 4.0,
-    "sgd-plain": 0.0,
+    "sgd": 0.0,
+    "sgd-momentum": 4.0,
     "adam8bit": 2.0,
 }
-"""State of one element. sgd has momentum; sgd-plain has none."""
+"""State of one element."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,8 @@ class WireCost:
     """Encoding and decoding, of a byte of the bucket."""
 
 
-WIRE_FACTORS = {"none": 1.0, "half": 0.5, "int8": 0.26, "sign": 0.032, "topk": 0.04, "lowrank": 0.02}
-"""Of the bytes of gradients in fp32."""
+WIRE_FACTORS = {"none": 1.0, "half": 0.5, "int8": 0.254, "sign": 0.035, "topk": 0.02, "lowrank": 0.02}
+"""Of the bytes of gradients in fp32, each way: docs/wire.md; of low rank what matrices a thousand wide have."""
 _WIRE_PASSES = {"none": 0.0, "half": 3.0, "int8": 8.0, "sign": 10.0, "topk": 20.0, "lowrank": 12.0}
 """How often an encoding passes over a bucket's bytes in memory."""
 

@@ -15,7 +15,7 @@ What kernels allocate inside themselves is not seen, but for the copies that one
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ class TracedParam:
 
     name: str
     numel: int
-    dtype: torch.dtype
+    itemsize: int
+    """Bytes of one element."""
     layer: int
     """Which layer it is of."""
     block: int
@@ -67,7 +68,7 @@ class TracedParam:
     @property
     def num_bytes(self) -> int:
         """What it takes."""
-        return self.numel * self.dtype.itemsize
+        return self.numel * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,24 @@ class StepTrace:
     def state_bytes(self) -> int:
         """What the optimizer keeps."""
         return sum(use.num_bytes for use in self.update if use.died is None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            **asdict(self),
+            "params": [[p.name, p.numel, p.itemsize, p.layer, p.block, p.is_trained] for p in self.params],
+            "uses": [list(astuple(use)) for use in self.uses],
+            "update": [list(astuple(use)) for use in self.update],
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "StepTrace":
+        """From what `to_json` gave."""
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        given["params"] = tuple(TracedParam(*each) for each in values["params"])
+        for name in ("uses", "update"):
+            given[name] = tuple(StorageUse(*each) for each in values[name])
+        return cls(**given)
 
     def at(self, samples: int, other: "StepTrace | None" = None) -> "StepTrace":
         """The same for another number of samples.
@@ -198,7 +217,7 @@ class Tracer(TorchDispatchMode):
         layers = [*self._layers, *(owner for owner in self._layer_of if owner not in self._layers)]
         numbers = {owner: number for number, owner in enumerate(layers)}
         params = tuple(
-            TracedParam(name, param.numel(), param.dtype, numbers[owners[id(param)]], block, param.requires_grad)
+            TracedParam(name, param.numel(), param.element_size(), numbers[owners[id(param)]], block, param.requires_grad)
             for name, param, block in zip(self._names, self._params, self._blocks, strict=True)
         )
         begun = self._backward_begun
