@@ -1,6 +1,6 @@
 // The page: controls, lessons, keys, the address, and one loop that draws what has changed.
 
-import { makeColours } from "./colours.js";
+import { makeColours, watchSize } from "./colours.js";
 import { LESSONS } from "./lessons.js";
 import { MODELS, stepInputs } from "./machines.js";
 import { byId, drawEfficiency, drawField, drawLoss, drawTimeline, make, showBytes, showHashes, showMemory, showOthers, showSum } from "./panels.js";
@@ -284,10 +284,12 @@ function listen() {
     actions[KEYS[event.key]]();
   });
   addEventListener("hashchange", readAddress);
-  new ResizeObserver(() => {
-    page.hasChanged = page.needsMachines = true;
-    wake();
-  }).observe(document.body);
+  for (const canvas of document.querySelectorAll("canvas")) {
+    watchSize(canvas, () => {
+      page.hasChanged = page.needsMachines = true;
+      wake();
+    });
+  }
   isDark.addEventListener("change", () => {
     page.colours = makeColours(isDark.matches);
     changed();
@@ -396,7 +398,7 @@ function showNow() {
 function showPanels() {
   page.hasChanged = false;
   const isInFlight = player.step && !player.isCommitted; // What the workers hold already is not on show yet.
-  if (!isInFlight) drawField(player, page.colours);
+  if (!isInFlight && !player.isBehind) drawField(player, page.colours);
   drawLoss(player, page.colours);
   if (!player.isBehind && !isInFlight) {
     showHashes(player, page.colours);
