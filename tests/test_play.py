@@ -272,6 +272,7 @@ CONTROLS = [
 
 @in_a_browser
 def test_every_control_changes_what_it_should(shown):
+    shown.show(700, 400)  # Less to paint.
     assert [key for key, *_ in CONTROLS] == shown("playground.CONTROLS.map(({ key }) => key)")
     for key, value, expression, wanted, before in CONTROLS:
         shown.go(f"{before}&steps=8".lstrip("&"))
@@ -301,6 +302,7 @@ def test_every_state_has_an_address(shown):
 
 @in_a_browser
 def test_ten_lessons_and_all_they_offer(shown):
+    shown.show(700, 400)  # Less to paint.
     assert shown("playground.LESSONS.length") == 10
     for number in range(1, 11):
         shown(f"document.querySelector('#lessons [data-lesson=\"{number}\"]').click(), settle()")

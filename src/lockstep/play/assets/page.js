@@ -13,6 +13,8 @@ import { Training } from "./training.js";
 const SPEEDS = [0.25, 0.5, 1, 2, 4, 12, Infinity];
 const SPEED_NAMES = ["¼×", "½×", "1×", "2×", "4×", "12×", "max"];
 const SLICE_MS = 9;
+/** Up to this width everything is in one column, the lesson above. */
+const NARROW = 760;
 
 const isStill = matchMedia("(prefers-reduced-motion: reduce)");
 const isDark = matchMedia("(prefers-color-scheme: dark)");
@@ -74,11 +76,14 @@ function openLesson(number) {
 }
 
 function look(name) {
-  for (const card of document.querySelectorAll("[data-look]")) {
-    const isLooked = Boolean(name) && card.dataset.look.split(" ").includes(name);
-    card.classList.toggle("looked", isLooked);
-    if (isLooked && innerWidth > 760) card.scrollIntoView({ block: "nearest", behavior: isStill.matches ? "auto" : "smooth" });
-  }
+  for (const card of document.querySelectorAll("[data-look]")) card.classList.toggle("looked", Boolean(name) && card.matches(`[data-look~="${name}"]`));
+  if (name && innerWidth > NARROW) show(name);
+}
+
+/** Bring a card into sight. */
+function show(name) {
+  const card = document.querySelector(`[data-look~="${name}"]`);
+  card.scrollIntoView({ block: innerWidth > NARROW ? "nearest" : "start", behavior: isStill.matches ? "auto" : "smooth" });
 }
 
 function showLesson() {
@@ -110,6 +115,7 @@ function tryButton(each) {
     if (each.to !== undefined || each.steps) page.isPlaying = false;
     else if (!isStill.matches) page.isPlaying = true;
     say(`${each.label}.`);
+    if (innerWidth <= NARROW) show(LESSONS[page.lesson - 1]?.look ?? "stage");
   });
   return button;
 }
