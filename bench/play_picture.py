@@ -77,7 +77,7 @@ def take_still(browser, path, target, address, phases, seconds, then, width, hei
     image = shot(browser)
     if share != 1.0:
         image = image.resize((round(image.width * share), round(image.height * share)), Image.Resampling.LANCZOS)
-    image.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
+    image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
 def film(browser, path) -> list:
@@ -96,7 +96,8 @@ def film(browser, path) -> list:
 
     def take(seconds, speed=1.0):
         for _ in range(round(seconds * FRAMES_PER_S)):
-            browser.value(f"playground.player.advance({speed / FRAMES_PER_S}); playground.page.hasChanged = true; playground.wake()")
+            browser.value(f"playground.player.advance({speed / FRAMES_PER_S}), playground.page.hasChanged = true")
+            browser.value("playground.wake()")
             settle(browser)
             frames.append(shot(browser, box))
 

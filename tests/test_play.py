@@ -234,9 +234,12 @@ def test_bytes_are_those_of_the_textbook(shown, workers):
     if 16 % workers == 0:
         tree = shown.trained(1, workers=workers, reduction="tree")["bytes"]
         assert sum(tree.values()) == 2 * (workers - 1) * size
-    for wire, share in (("bf16", 0.5), ("int8", 0.27), ("top10", 0.17)):
+    for wire, share in (("bf16", 0.5), ("int8", 0.27)):
         less = shown.trained(1, workers=workers, wire=wire)["bytes"]
         assert sum(less.values()) / sum(sent["ring"].values()) == pytest.approx(share, abs=0.08)
+    # A tenth with its places one way, and back what was among anybody's.
+    sparse = shown.trained(1, workers=workers, wire="top10")["bytes"]
+    assert 0.15 < sum(sparse.values()) / sum(sent["ring"].values()) < min(0.62, 0.1 * (workers + 1))
 
 
 # The page
@@ -269,6 +272,7 @@ CONTROLS = [
 
 @in_a_browser
 def test_every_control_changes_what_it_should(shown):
+    shown.show(700, 400)  # Less to paint.
     assert [key for key, *_ in CONTROLS] == shown("playground.CONTROLS.map(({ key }) => key)")
     for key, value, expression, wanted, before in CONTROLS:
         shown.go(f"{before}&steps=8".lstrip("&"))
@@ -298,6 +302,7 @@ def test_every_state_has_an_address(shown):
 
 @in_a_browser
 def test_ten_lessons_and_all_they_offer(shown):
+    shown.show(700, 400)  # Less to paint.
     assert shown("playground.LESSONS.length") == 10
     for number in range(1, 11):
         shown(f"document.querySelector('#lessons [data-lesson=\"{number}\"]').click(), settle()")
@@ -305,10 +310,9 @@ def test_ten_lessons_and_all_they_offer(shown):
         seen = set()
         for place in range(shown("document.getElementById('lesson-tries').children.length")):
             shown(f"document.getElementById('lesson-tries').children[{place}].click(), settle()")
-            shown("playground.page.isPlaying = false")
-            for _ in range(3):  # Into the step, phase by phase, and to its end.
-                shown("playground.actions['phase-on'](), settle()")
-            shown("playground.actions['step-on'](), settle()")
+            # Into the step, phase by phase, and to its end.
+            shown("['phase-on', 'phase-on', 'phase-on', 'step-on'].forEach((each) => playground.actions[each]())")
+            shown("settle()")
             seen.add(shown("shownState()"))
         assert len(seen) == shown(f"playground.LESSONS[{number - 1}].tries.length"), number
 

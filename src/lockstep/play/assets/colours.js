@@ -38,10 +38,20 @@ export function makeColours(isDark) {
 export const MONO = 'ui-monospace, "SF Mono", "JetBrains Mono", "Cascadia Mono", Menlo, Consolas, monospace';
 export const SANS = 'Inter, ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 
+const sizes = new WeakMap();
+
+/** Keep the size of a canvas, and tell when it changes: asking for it in each frame would have the page laid out anew. */
+export function watchSize(canvas, tell) {
+  new ResizeObserver(([{ contentRect }]) => {
+    sizes.set(canvas, [Math.round(contentRect.width), Math.round(contentRect.height)]);
+    tell();
+  }).observe(canvas);
+}
+
 /** Fit a canvas to its place on the page; returns its context, in CSS pixels, and its size. */
 export function fitted(canvas) {
   const ratio = Math.min(2, globalThis.devicePixelRatio || 1);
-  const { clientWidth: width, clientHeight: height } = canvas;
+  const [width, height] = sizes.get(canvas) ?? [canvas.clientWidth, canvas.clientHeight];
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);

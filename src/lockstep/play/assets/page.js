@@ -1,6 +1,6 @@
 // The page: controls, lessons, keys, the address, and one loop that draws what has changed.
 
-import { makeColours } from "./colours.js";
+import { makeColours, watchSize } from "./colours.js";
 import { LESSONS } from "./lessons.js";
 import { MODELS, stepInputs } from "./machines.js";
 import { byId, drawEfficiency, drawField, drawLoss, drawTimeline, make, showBytes, showHashes, showMemory, showOthers, showSum } from "./panels.js";
@@ -13,6 +13,8 @@ import { Training } from "./training.js";
 const SPEEDS = [0.25, 0.5, 1, 2, 4, 12, Infinity];
 const SPEED_NAMES = ["¼×", "½×", "1×", "2×", "4×", "12×", "max"];
 const SLICE_MS = 9;
+/** Up to this width everything is in one column, the lesson above. */
+const NARROW = 760;
 
 const isStill = matchMedia("(prefers-reduced-motion: reduce)");
 const isDark = matchMedia("(prefers-color-scheme: dark)");
@@ -74,11 +76,14 @@ function openLesson(number) {
 }
 
 function look(name) {
-  for (const card of document.querySelectorAll("[data-look]")) {
-    const isLooked = Boolean(name) && card.dataset.look.split(" ").includes(name);
-    card.classList.toggle("looked", isLooked);
-    if (isLooked && innerWidth > 760) card.scrollIntoView({ block: "nearest", behavior: isStill.matches ? "auto" : "smooth" });
-  }
+  for (const card of document.querySelectorAll("[data-look]")) card.classList.toggle("looked", Boolean(name) && card.matches(`[data-look~="${name}"]`));
+  if (name && innerWidth > NARROW) show(name);
+}
+
+/** Bring a card into sight. */
+function show(name) {
+  const card = document.querySelector(`[data-look~="${name}"]`);
+  card.scrollIntoView({ block: innerWidth > NARROW ? "nearest" : "start", behavior: isStill.matches ? "auto" : "smooth" });
 }
 
 function showLesson() {
@@ -110,6 +115,7 @@ function tryButton(each) {
     if (each.to !== undefined || each.steps) page.isPlaying = false;
     else if (!isStill.matches) page.isPlaying = true;
     say(`${each.label}.`);
+    if (innerWidth <= NARROW) show(LESSONS[page.lesson - 1]?.look ?? "stage");
   });
   return button;
 }
@@ -284,10 +290,12 @@ function listen() {
     actions[KEYS[event.key]]();
   });
   addEventListener("hashchange", readAddress);
-  new ResizeObserver(() => {
-    page.hasChanged = page.needsMachines = true;
-    wake();
-  }).observe(document.body);
+  for (const canvas of document.querySelectorAll("canvas")) {
+    watchSize(canvas, () => {
+      page.hasChanged = page.needsMachines = true;
+      wake();
+    });
+  }
   isDark.addEventListener("change", () => {
     page.colours = makeColours(isDark.matches);
     changed();
@@ -396,7 +404,7 @@ function showNow() {
 function showPanels() {
   page.hasChanged = false;
   const isInFlight = player.step && !player.isCommitted; // What the workers hold already is not on show yet.
-  if (!isInFlight) drawField(player, page.colours);
+  if (!isInFlight && !player.isBehind) drawField(player, page.colours);
   drawLoss(player, page.colours);
   if (!player.isBehind && !isInFlight) {
     showHashes(player, page.colours);

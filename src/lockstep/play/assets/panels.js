@@ -37,7 +37,7 @@ const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
 // --- What it has learnt ---
 
-const FIELD = 44;
+const FIELD = 40;
 const field = { first: new Float32Array(32), second: new Float32Array(32), image: null };
 
 export function drawField(player, colours) {

@@ -20,6 +20,13 @@ export const WIRES = {
   top10: { bytes: (n) => 6 * Math.ceil(n * KEPT), decode: withFeedback(largest) },
 };
 
+/** How a finished sum is encoded: as its parts were, but that what was the largest of each worker all counts. */
+function ofSums(encoding) {
+  if (encoding.name !== "top10") return encoding;
+  const bytes = (n, values) => Math.min(4 * n, 6 * values.reduce((count, value) => count + (value !== 0), 0));
+  return { ...encoding, bytes, decode: (values) => values };
+}
+
 /** Whether sums on the way can be encoded as well, so that a ring can carry them. */
 const addsOnTheWay = (wire) => wire === "fp32" || wire === "bf16";
 
@@ -73,7 +80,7 @@ export function chunksOf(size, count) {
 }
 
 function message(from, to, chunk, [begin, end], values, holds, encoding, adds) {
-  return { from, to, chunk, begin, end, values: values.slice(0), holds, adds, bytes: encoding.bytes(end - begin) };
+  return { from, to, chunk, begin, end, values: values.slice(0), holds, adds, bytes: encoding.bytes(end - begin, values) };
 }
 
 /** Chunk c starts at worker c, is added to by the next ones, and is complete at worker c-1; then it goes around again. */
@@ -120,9 +127,9 @@ function byOwners(kind, contributions, workers, encoding) {
       if (worker !== owner) gather.push(message(worker, owner, c, chunks[c], values.subarray(begin, end), 1 << worker, encoding, true));
     }
     const total = kind === "tree" ? treeSum(contributions, begin, end) : rankSum(contributions, begin, end);
-    sum.set(encoding.decode(total, null), begin);
+    sum.set(ofSums(encoding).decode(total, null), begin);
     for (const worker of workers) {
-      if (worker !== owner) hand.push(message(owner, worker, c, chunks[c], sum.subarray(begin, end), everybody, encoding, false));
+      if (worker !== owner) hand.push(message(owner, worker, c, chunks[c], sum.subarray(begin, end), everybody, ofSums(encoding), false));
     }
   });
   const rounds = [{ title: "to the owners", messages: gather }, { title: "sums to all", messages: hand }];
@@ -143,10 +150,10 @@ function naive(contributions, workers, encoding) {
 /** The server gets everything, adds in the order of the ranks, and sends the sum to all. */
 function byServer(contributions, workers, encoding) {
   const whole = [0, contributions[0].values.length];
-  const sum = encoding.decode(rankSum(contributions, ...whole), null);
+  const sum = ofSums(encoding).decode(rankSum(contributions, ...whole), null);
   const everybody = workers.reduce((bits, worker) => bits | (1 << worker), 0);
   const push = contributions.map(({ worker, values }) => message(worker, SERVER, 0, whole, values, 1 << worker, encoding, true));
-  const pull = workers.map((worker) => message(SERVER, worker, 0, whole, sum, everybody, encoding, false));
+  const pull = workers.map((worker) => message(SERVER, worker, 0, whole, sum, everybody, ofSums(encoding), false));
   const rounds = [{ title: "to the server", messages: push }, { title: "back to all", messages: pull }];
   return { sums: byWorker(workers, workers.map(() => sum.slice(0))), rounds, kind: "server" };
 }
