@@ -45,7 +45,9 @@ def module_class():
     class Module(lightning.LightningModule):
         def __init__(self, batch_norm=True):
             super().__init__()
-            self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16) if batch_norm else nn.Tanh(), nn.Linear(16, 3))
+            self.net = nn.Sequential(
+                nn.Linear(8, 16), nn.BatchNorm1d(16) if batch_norm else nn.Tanh(), nn.Linear(16, 3)
+            )
             self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
             self.double()
 

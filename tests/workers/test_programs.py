@@ -44,7 +44,9 @@ def file_of(name):
 
 def require(name):
     if name in NEEDS:
-        pytest.importorskip(NEEDS[name], reason=f"needs the package {NEEDS[name]}", exc_type=(ImportError, RuntimeError))
+        pytest.importorskip(
+            NEEDS[name], reason=f"needs the package {NEEDS[name]}", exc_type=(ImportError, RuntimeError)
+        )
 
 
 def load(name):
@@ -104,7 +106,19 @@ def test_compiled(pool, name):
 def verified(name, *words):
     """What `lockstep verify` says of a program."""
     given = [f"{key}={value}" for key, value in NAMES[name].items()]
-    command = [sys.executable, "-m", "lockstep", "verify", "-n", "2", "--steps", "4", str(file_of(name)), *given, *words]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "verify",
+        "-n",
+        "2",
+        "--steps",
+        "4",
+        str(file_of(name)),
+        *given,
+        *words,
+    ]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
 
@@ -124,4 +138,3 @@ def test_verify_names_the_planted_mistake(name):
         ended = verified(name, f"mistake={mistake}")
         assert ended.returncode == 1, ended.stdout + ended.stderr
         assert any(each in ended.stdout for each in cause.split("|")), ended.stdout
-

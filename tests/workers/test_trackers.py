@@ -119,7 +119,9 @@ def test_wandb_offline(tmp_path):
         pytest.skip("needs wandb")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     environ = {**os.environ, "PYTHONPATH": paths}
     ended = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""transformers' Trainer and Accelerate on Lockstep, with the real libraries: equal to the same training on one worker."""
+"""transformers' Trainer and Accelerate on Lockstep, with the real libraries: equal to one worker's training."""
 
 import os
 import signal
@@ -160,7 +160,10 @@ def classified(world, folder, zero):
         args=args,
         train_dataset=rows(23, 1),
         eval_dataset=rows(7, 2),
-        compute_metrics=lambda p: {"count": len(p.predictions), "right": (p.predictions.argmax(1) == p.label_ids).sum()},
+        compute_metrics=lambda p: {
+            "count": len(p.predictions),
+            "right": (p.predictions.argmax(1) == p.label_ids).sum(),
+        },
         data_collator=lambda batch: {
             "x": torch.stack([each["x"].double() for each in batch]),
             "labels": torch.stack([each["labels"] for each in batch]),
