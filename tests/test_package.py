@@ -36,6 +36,7 @@ ORDER = [
     {"watching"},
     {"train"},
     {"start"},
+    {"integrations"},
     {"verify"},
     {"demo", "bench"},
     {"cli", "__main__"},
