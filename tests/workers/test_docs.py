@@ -53,9 +53,9 @@ def run_page(world, path, folder):
         namespace = {}
         needs = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
         made = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        give(needs - made, namespace)
         if path == "docs/transformers.md":
             __import__("test_transformers").forget()
+        give(needs - made, namespace)
         exec(compile(text, path, "exec"), namespace)
     os.chdir(ROOT)
 
