@@ -40,6 +40,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.timeout(240)
 def test_a_cell(tmp_path):
     for package in ("nbclient", "ipykernel", "cloudpickle"):
         pytest.importorskip(package, reason=f"needs {package}")
@@ -49,7 +50,7 @@ def test_a_cell(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in CELLS])
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
     NotebookClient(
-        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     outputs = notebook.cells[1].outputs
     printed = "".join(each.text for each in outputs if each.output_type == "stream" and each.name == "stdout")
@@ -74,6 +75,6 @@ def test_a_function_of_a_prompt(tmp_path):
     """Also where the program comes from a pipe, and no notebook is about."""
     pytest.importorskip("cloudpickle", reason="needs cloudpickle")
     ended = subprocess.run(
-        [sys.executable, "-"], input=PROMPT, capture_output=True, text=True, timeout=100, cwd=tmp_path
+        [sys.executable, "-"], input=PROMPT, capture_output=True, text=True, timeout=110, cwd=tmp_path
     )
     assert ended.stdout == "[0, 1]\n", ended.stderr

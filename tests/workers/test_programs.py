@@ -143,9 +143,10 @@ def verified(name, *words):
         *words,
     ]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", some(["nanogpt"], NAMES))
 def test_verify_finds_the_right_one_equal(name):
     require(name)
@@ -154,6 +155,7 @@ def test_verify_finds_the_right_one_equal(name):
     assert "equal" in ended.stdout or "bit-identical" in ended.stdout
 
 
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", some(["detection"], NAMES))
 def test_verify_names_the_planted_mistake(name):
     require(name)

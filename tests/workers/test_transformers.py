@@ -319,13 +319,14 @@ LockstepTrainer(model=cases.gpt(), args=cases.arguments(sys.argv[1], 2, eval_str
 """
 
 
+@pytest.mark.timeout(240)
 def test_a_killed_worker_ends_a_trainer_with_a_message(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", str(script), str(tmp_path)]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 128 + signal.SIGKILL, ended.stderr
     assert "worker 1 was killed" in ended.stderr or "WorkerLost" in ended.stderr, ended.stderr
 
