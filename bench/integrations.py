@@ -2,9 +2,10 @@
 
     lockstep run -n 2 bench/integrations.py --turns 6
 
-gpt-10m of `lockstep bench`, on CPUs, each in its default setting: DDP over gloo, Lockstep over shared memory. The library's
-own loop trains, with clipping and AdamW: a few steps of one variant, then of the other, in one process, so that what
-else runs on the machine hits both. Shown is the ratio of the medians, below 1 where Lockstep is faster, with the turns' own.
+gpt-10m of `lockstep bench`, on CPUs, each in its default setting: DDP over gloo, Lockstep over shared memory. The
+library's own loop trains, with clipping and AdamW: a few steps of one variant, then of the other, in one process, so
+that what else runs on the machine hits both. Shown is the ratio of the medians, below 1 where Lockstep is faster, and
+those of the turns.
 """
 
 import argparse
@@ -137,6 +138,7 @@ def variants(world, given):
 
 
 def main():
+    """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="gpt-10m")
     parser.add_argument("--turns", type=int, default=6)

@@ -36,7 +36,7 @@ ORDER = [
     {"watching"},
     {"train"},
     {"start"},
-    {"plan"},
+    {"plan", "integrations"},
     {"verify"},
     {"demo", "bench", "play"},
     {"cli", "__main__"},

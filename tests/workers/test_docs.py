@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +26,13 @@ GIVEN = {
     "loader": "lockstep.shard(DataLoader(dataset, batch_size=8))",
     "loss_fn": "lambda net, shard: F.cross_entropy(net(shard[0]), shard[1])",
     "world": "lockstep.join()",
+    "lightning": "__import__('lightning')",
+    "module": "__import__('test_lightning').module_class()(batch_norm=False)",
+    "train_loader": "DataLoader(__import__('test_lightning').data(20), batch_size=8)",
+    "language_model": "__import__('test_transformers').gpt()",
+    "sentences": "__import__('test_transformers').sentences(22)",
+    "training_args": "__import__('test_transformers').arguments('out', 2, eval_strategy='no')",
+    "train": "lambda steps: steps",
 }
 """What a reader has: modules, a model, data. Evaluated where a block uses the name and does not make it."""
 
@@ -45,6 +53,8 @@ def run_page(world, path, folder):
         namespace = {}
         needs = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
         made = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        if path == "docs/transformers.md":
+            __import__("test_transformers").forget()
         give(needs - made, namespace)
         exec(compile(text, path, "exec"), namespace)
     os.chdir(ROOT)
@@ -66,8 +76,27 @@ PAGES = [
     "batch_norm",
     "coming_from",
 ]
+NEEDS = {
+    "docs/lightning.md": ["lightning"],
+    "docs/transformers.md": ["transformers", "accelerate", "datasets"],
+    "docs/trackers.md": ["tensorboard"],
+}
 
 
-@pytest.mark.parametrize("path", [f"docs/{page}.md" for page in PAGES])
+@pytest.mark.parametrize("path", [*(f"docs/{page}.md" for page in PAGES), *NEEDS])
 def test_the_blocks_of_a_page_run(pool, tmp_path, path):
+    for package in NEEDS.get(path, ()):
+        pytest.importorskip(package, reason=f"needs the package {package}", exc_type=(ImportError, RuntimeError))
     pool.run(2, run_page, path, str(tmp_path))
+
+
+def notebook(world, folder):
+    """The cells of docs/notebooks.md that define something, and what `launch` would call."""
+    cell = blocks("docs/notebooks.md")[0]
+    namespace = {"dataset": eval(GIVEN["dataset"], {"torch": torch})}
+    exec(cell, namespace)
+    return namespace["train"](3)
+
+
+def test_the_cells_of_the_notebooks_page_run(pool, tmp_path):
+    assert len(pool.run(2, notebook, str(tmp_path))) == 2

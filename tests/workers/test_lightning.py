@@ -45,7 +45,9 @@ def module_class():
     class Module(lightning.LightningModule):
         def __init__(self, batch_norm=True):
             super().__init__()
-            self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16) if batch_norm else nn.Tanh(), nn.Linear(16, 3))
+            self.net = nn.Sequential(
+                nn.Linear(8, 16), nn.BatchNorm1d(16) if batch_norm else nn.Tanh(), nn.Linear(16, 3)
+            )
             self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
             self.double()
 
@@ -295,13 +297,14 @@ trainer.fit(cases.module_class()(False), DataLoader(cases.data(64), 8))
 """
 
 
+@pytest.mark.timeout(240)
 def test_lightning_starts_the_workers_and_one_that_is_killed_is_named(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent)))
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent), environ.get("PYTHONPATH", "")]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
-    ended = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=90)
+    ended = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=200)
     assert ended.stdout.count("workers: 2") == 2, ended.stdout + ended.stderr
     assert ended.returncode not in (0, -signal.SIGKILL)
     assert "WorkerLost" in ended.stderr and "worker 1" in ended.stderr, ended.stderr

@@ -23,7 +23,8 @@ CELLS = [
         world = lockstep.join(seed=0)
         net = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        trainer = lockstep.Trainer(net, optimizer, lambda model, shard: model(shard[0]).square().mean(), shards=2, watch=True)
+        loss_fn = lambda model, shard: model(shard[0]).square().mean()
+        trainer = lockstep.Trainer(net, optimizer, loss_fn, shards=2, watch=True)
         rows = torch.utils.data.TensorDataset(torch.randn(64, 4))
         for number, batch in enumerate(trainer.batches(rows, batch_size=8)):
             if number == steps:
@@ -39,6 +40,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.timeout(240)
 def test_a_cell(tmp_path):
     for package in ("nbclient", "ipykernel", "cloudpickle"):
         pytest.importorskip(package, reason=f"needs {package}")
@@ -47,7 +49,9 @@ def test_a_cell(tmp_path):
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in CELLS])
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
-    NotebookClient(notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     outputs = notebook.cells[1].outputs
     printed = "".join(each.text for each in outputs if each.output_type == "stream" and each.name == "stdout")
     assert all(f"[{rank}] worker {rank} of 2 has 2 threads\n" in printed for rank in range(2)), printed
@@ -70,5 +74,7 @@ print(lockstep.launch(rank, workers=2))
 def test_a_function_of_a_prompt(tmp_path):
     """Also where the program comes from a pipe, and no notebook is about."""
     pytest.importorskip("cloudpickle", reason="needs cloudpickle")
-    ended = subprocess.run([sys.executable, "-"], input=PROMPT, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-"], input=PROMPT, capture_output=True, text=True, timeout=110, cwd=tmp_path
+    )
     assert ended.stdout == "[0, 1]\n", ended.stderr

@@ -3,6 +3,7 @@
 `docs/works_with.md` has the table of what was run; a test holds the two together.
 """
 
+import ast
 import importlib.util
 import os
 import subprocess
@@ -17,6 +18,20 @@ from models import difference, weights_of
 from torch import nn
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
+TITLES = {
+    "nanogpt": "nanoGPT's loop: micro-batches by `require_backward_grad_sync`, GradScaler, clipping",
+    "imagenet": "ImageNet script: SyncBatchNorm, moving averages, validation over all workers",
+    "timm_ema": "timm: ViT, its optimizer, ModelEmaV3",
+    "gan": "GAN: two models, two optimizers",
+    "detection": "detection: lists of images and of dicts, dicts of losses",
+    "lora": "adapters of low rank, a layer unfrozen later",
+    "contrastive": "contrastive learning: gradients through `all_gather`",
+    "rnn": "LSTM on packed sequences",
+    "switch": "experts as in Switch, with the balancing loss",
+    "mixtral": "transformers: Mixtral",
+    "t5": "transformers: T5",
+    "vit": "transformers: ViT",
+}
 NAMES = {
     "nanogpt": {},
     "imagenet": {},
@@ -44,7 +59,17 @@ def file_of(name):
 
 def require(name):
     if name in NEEDS:
-        pytest.importorskip(NEEDS[name], reason=f"needs the package {NEEDS[name]}", exc_type=(ImportError, RuntimeError))
+        pytest.importorskip(
+            NEEDS[name], reason=f"needs the package {NEEDS[name]}", exc_type=(ImportError, RuntimeError)
+        )
+
+
+def mistakes(name):
+    """What may be done wrong in a program, and what `lockstep verify` calls that."""
+    for node in ast.parse(file_of(name).read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "MISTAKES":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{name} has no MISTAKES")
 
 
 def load(name):
@@ -104,11 +129,24 @@ def test_compiled(pool, name):
 def verified(name, *words):
     """What `lockstep verify` says of a program."""
     given = [f"{key}={value}" for key, value in NAMES[name].items()]
-    command = [sys.executable, "-m", "lockstep", "verify", "-n", "2", "--steps", "4", str(file_of(name)), *given, *words]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "verify",
+        "-n",
+        "2",
+        "--steps",
+        "4",
+        str(file_of(name)),
+        *given,
+        *words,
+    ]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", some(["nanogpt"], NAMES))
 def test_verify_finds_the_right_one_equal(name):
     require(name)
@@ -117,11 +155,28 @@ def test_verify_finds_the_right_one_equal(name):
     assert "equal" in ended.stdout or "bit-identical" in ended.stdout
 
 
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", some(["detection"], NAMES))
 def test_verify_names_the_planted_mistake(name):
     require(name)
-    for mistake, cause in load(name).MISTAKES.items():
+    for mistake, cause in mistakes(name).items():
         ended = verified(name, f"mistake={mistake}")
         assert ended.returncode == 1, ended.stdout + ended.stderr
         assert any(each in ended.stdout for each in cause.split("|")), ended.stdout
 
+
+def table():
+    """What is run with FULL=1, as docs/works_with.md shows it."""
+    rows = [
+        "| program | 2 and 3 workers, shm and gloo, zero=0 to 3 | torch.compile | `lockstep verify` names |",
+        "|---|---|---|---|",
+    ]
+    for name, title in TITLES.items():
+        found = ", ".join(f"`{each}`" for each in mistakes(name))
+        rows.append(f"| {title} | the same | {'the same' if name in COMPILED else 'not tried'} | {found} |")
+    return "\n".join(rows)
+
+
+def test_the_table_in_the_docs_is_that_of_these_tests():
+    page = (Path(__file__).parents[2] / "docs" / "works_with.md").read_text()
+    assert table() in page, table()

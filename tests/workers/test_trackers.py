@@ -83,6 +83,7 @@ def test_tensorboard(pool, tmp_path):
 
 
 def mlflow(world, folder):
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # It wants a database by default.
     tracker = MLflow("mine", uri=folder)
     train(world, [tracker])
     return tracker.run_id
@@ -113,15 +114,18 @@ with lockstep.join() as world:
 """
 
 
+@pytest.mark.timeout(240)
 def test_wandb_offline(tmp_path):
     """In a process of its own: Weights & Biases starts a service that outlives a test."""
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("needs wandb")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     environ = {**os.environ, "PYTHONPATH": paths}
-    ended = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=110)
+    ended = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     logs = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert len(logs) == 1, ended.stderr

@@ -1,4 +1,4 @@
-"""transformers' Trainer and Accelerate on Lockstep, with the real libraries: equal to the same training on one worker."""
+"""transformers' Trainer and Accelerate on Lockstep, with the real libraries: equal to one worker's training."""
 
 import os
 import signal
@@ -160,7 +160,10 @@ def classified(world, folder, zero):
         args=args,
         train_dataset=rows(23, 1),
         eval_dataset=rows(7, 2),
-        compute_metrics=lambda p: {"count": len(p.predictions), "right": (p.predictions.argmax(1) == p.label_ids).sum()},
+        compute_metrics=lambda p: {
+            "count": len(p.predictions),
+            "right": (p.predictions.argmax(1) == p.label_ids).sum(),
+        },
         data_collator=lambda batch: {
             "x": torch.stack([each["x"].double() for each in batch]),
             "labels": torch.stack([each["labels"] for each in batch]),
@@ -316,13 +319,14 @@ LockstepTrainer(model=cases.gpt(), args=cases.arguments(sys.argv[1], 2, eval_str
 """
 
 
+@pytest.mark.timeout(240)
 def test_a_killed_worker_ends_a_trainer_with_a_message(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", str(script), str(tmp_path)]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 128 + signal.SIGKILL, ended.stderr
     assert "worker 1 was killed" in ended.stderr or "WorkerLost" in ended.stderr, ended.stderr
 

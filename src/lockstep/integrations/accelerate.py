@@ -4,9 +4,9 @@
     accelerator = LockstepAccelerator(zero=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-What differs from Accelerate's own: models are wrapped in `lockstep.DataParallel`, with their optimizer if `zero` is given;
-loaders are sharded, so that nothing is padded or repeated, and `gather_for_metrics` gives every sample once whatever
-the parts are. Batch sizes mean what they mean there: per worker, unless `split_batches=True`.
+What differs from Accelerate's own: models are wrapped in `lockstep.DataParallel`, with their optimizer if `zero` is
+given; loaders are sharded, so that nothing is padded or repeated, and `gather_for_metrics` gives every sample once,
+whatever the parts are. Batch sizes mean what they mean there: per worker, unless `split_batches=True`.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from lockstep.errors import UsageError
 from lockstep.integrations.evaluation import for_evaluation
 from lockstep.integrations.optimizer_state import Groups, groups_of, restore_optimizer, whole_optimizer_state
 from lockstep.replica.data_parallel import DataParallel
+from lockstep.watching.watcher import Watcher
 from lockstep.world import World
 
 NO_TARGET = -100
@@ -104,9 +105,10 @@ def _with_last(loader: Any) -> Iterator[tuple[Any, bool]]:
 
 def _without_targets(batch: Any) -> Any:
     """A stand-in, whose sample is another worker's: nothing of it is to be counted."""
-    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor) and not batch["labels"].is_floating_point():
-        return type(batch)({**batch, "labels": torch.full_like(batch["labels"], NO_TARGET)})  # type: ignore[call-arg]
-    return batch
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return batch
+    return type(batch)({**batch, "labels": torch.full_like(labels, NO_TARGET)})
 
 
 class WholeStateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -167,11 +169,13 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Which parameters the optimizer had before it was split."""
         self._wrapping = dict(wrapping or {})
         self._to_split: torch.optim.Optimizer | None = None
+        self._loss = torch.zeros((), device=self.device)
+        """Of the step under way, so far."""
         self.register_load_state_pre_hook(self._load_split)
         if self.num_processes != self.world.size:
             raise UsageError(
-                f"Accelerate counts {self.num_processes} workers, and Lockstep {self.world.size}. Start the script with "
-                "`lockstep run` or torchrun, and call lockstep.join() before Accelerate is used."
+                f"Accelerate counts {self.num_processes} workers, and Lockstep {self.world.size}. Start the script "
+                "with `lockstep run` or torchrun, and call lockstep.join() before Accelerate is used."
             )
 
     @property
@@ -191,7 +195,9 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         finally:
             self._to_split = None
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
         """Move, autocast and compile as Accelerator does, and wrap."""
         is_done = getattr(model, "_is_accelerate_prepared", False)
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -211,7 +217,8 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         device_ids = [self.device] if self.device.type != "cpu" else None
         handler = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
         options = {**handler, **self._wrapping}
-        wrapped = DataParallel(prepared, device_ids, optimizer=optimizer if self.zero else None, zero=self.zero, **options)
+        split = optimizer if self.zero else None
+        wrapped = DataParallel(prepared, device_ids, optimizer=split, zero=self.zero, **options)
         wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
         self._models[-1] = wrapped
         return wrapped
@@ -255,7 +262,7 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """The whole model; of one that is split, each tensor in memory of its own, as safetensors wants it."""
-        if model is not self.split_model:
+        if not isinstance(model, DataParallel) or model is not self.split_model:
             return super().get_state_dict(model, unwrap)
         state = model.state_dict()
         return {name.removeprefix("module.") if unwrap else name: value.clone() for name, value in state.items()}
@@ -264,12 +271,24 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Load what is split: safetensors would have every parameter alone in its memory. Called by `load_state`."""
         model = self.split_model
         number = models.index(model) if model in models else -1
-        path = Path(folder) / (f"{SAFE_MODEL_NAME}_{number}.safetensors" if number else f"{SAFE_MODEL_NAME}.safetensors")
+        path = Path(folder) / (
+            f"{SAFE_MODEL_NAME}_{number}.safetensors" if number else f"{SAFE_MODEL_NAME}.safetensors"
+        )
         if model is not None and number >= 0 and path.exists():
             model.load_state_dict(load_file(path))
             models.remove(model)
 
     # Training
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As Accelerator's; who watches is told the loss of each step."""
+        super().backward(loss, **kwargs)
+        watcher = self.world.watcher
+        if isinstance(watcher, Watcher):
+            self._loss = self._loss + loss.detach() / self.gradient_accumulation_steps
+            if self.sync_gradients:
+                watcher.log(loss=self._loss)
+                self._loss = torch.zeros_like(self._loss)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Scale the gradients of a whole model; of one that is split, all of it."""
@@ -311,8 +330,9 @@ def on_lockstep(accelerator: Any, *, zero: int = 0, wrapping: Mapping[str, Any] 
     """Make an Accelerator that has prepared nothing yet one on Lockstep; returns itself."""
     if type(accelerator) is not accelerate.Accelerator or accelerator._models:
         raise UsageError(
-            f"on_lockstep takes an accelerate.Accelerator that has prepared nothing yet, not a {type(accelerator).__name__} "
-            f"with {len(getattr(accelerator, '_models', []))} models. Call it right after Accelerator()."
+            "on_lockstep takes an accelerate.Accelerator that has prepared nothing yet, not a "
+            f"{type(accelerator).__name__} with {len(getattr(accelerator, '_models', []))} models. Call it right after "
+            "Accelerator()."
         )
     accelerator.__class__ = LockstepAccelerator
     accelerator.take_over(zero, wrapping)

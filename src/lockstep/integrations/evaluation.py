@@ -41,10 +41,11 @@ def for_evaluation(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
     if not is_plain or loader.drop_last or not hasattr(loader.sampler, "__len__"):
         return loader
     assert isinstance(batches, BatchSampler) and loader.batch_size is not None
-    last = len(loader.sampler) % loader.batch_size or loader.batch_size
-    if last >= workers or not len(loader.sampler):
+    sampler: Any = loader.sampler
+    last = len(sampler) % loader.batch_size or loader.batch_size
+    if last >= workers or not len(sampler):
         return loader
-    even: Any = EvenBatches(loader.sampler, loader.batch_size, workers)
+    even: Any = EvenBatches(sampler, loader.batch_size, workers)
     return DataLoader(
         loader.dataset,
         batch_sampler=even,

@@ -35,6 +35,7 @@ from lockstep.errors import UsageError
 from lockstep.integrations.evaluation import for_evaluation
 from lockstep.integrations.optimizer_state import Groups, groups_of, restore_optimizer, whole_optimizer_state
 from lockstep.replica.data_parallel import DataParallel
+from lockstep.watching.watcher import Watcher
 from lockstep.world import World, current
 
 
@@ -57,7 +58,7 @@ SHARD_FILE = "lightning.ckpt"
 """What Lightning keeps besides model and optimizer, in the folder of a sharded checkpoint."""
 
 
-class LockstepEnvironment(_environments.ClusterEnvironment):
+class LockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
     """The place of a worker that Lockstep, torchrun, Slurm or Open MPI started, as Lightning asks for it."""
 
     def __init__(self, launch: environment.Launch) -> None:
@@ -223,7 +224,9 @@ class _Workers:
     def _wrap(self, module: nn.Module, optimizers: Sequence[Any], *, trains: bool = True) -> DataParallel:
         zero = self._zero if trains else 0
         if zero and len(optimizers) != 1:
-            raise UsageError(f"zero={zero} splits one optimizer, and there are {len(optimizers)}: put all into groups of one.")
+            raise UsageError(
+                f"zero={zero} splits one optimizer, and there are {len(optimizers)}: make one of them, with groups."
+            )
         if zero:
             self._groups = groups_of(optimizers[0], module)
         device_ids = [self.root_device] if self.root_device.type != "cpu" else None
@@ -319,13 +322,15 @@ class LockstepStrategy(_Workers, _strategies.DDPStrategy):  # type: ignore[misc]
     zero, wire and what else DataParallel takes: as there; zero=1 to 3 needs `configure_optimizers` to give one
         optimizer. seed, backend, timeout: as of `lockstep.join`.
     sharded_checkpoints: True makes a checkpoint a folder into which each worker writes what it owns (see
-        docs/checkpoints.md); else it is one file as Lightning's own, with any `zero`. Both can be gone on with on another
-        number of workers.
+        docs/checkpoints.md); else it is one file as Lightning's own, with any `zero`. Both can be gone on with on
+        another number of workers.
 
     What else DDPStrategy takes (accelerator, cluster_environment, precision_plugin, ...) is taken here.
     """
 
     strategy_name = "lockstep"
+    model: Any
+    _layer_sync: Any
 
     def __init__(
         self,
@@ -408,7 +413,11 @@ class LockstepStrategy(_Workers, _strategies.DDPStrategy):  # type: ignore[misc]
         """One batch of this worker. With manual optimization, gradients are sent when an optimizer steps."""
         is_manual = not self.lightning_module.automatic_optimization
         with self._step(args, sees=False), self.model.no_sync() if is_manual else contextlib.nullcontext():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(self.world.watcher, Watcher) and isinstance(loss, Tensor):
+            self.world.watcher.log(loss=loss)
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """One batch of this worker."""
@@ -504,7 +513,7 @@ class LockstepStrategy(_Workers, _strategies.DDPStrategy):  # type: ignore[misc]
     def teardown(self) -> None:
         """Unwrap the model. The world stays: the script may train on."""
         if self._zero and isinstance(self.model, DataParallel):
-            vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+            self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         self.model = self.lightning_module
         super(_strategies.DDPStrategy, self).teardown()
 
@@ -559,6 +568,8 @@ class LockstepFabricStrategy(_Workers, _fabric.DDPStrategy):  # type: ignore[mis
             start_method=start_method,
         )
         self._backward_sync_control = _SyncControl()
+        self._replica: DataParallel | None = None
+        """The model that was wrapped together with its optimizer."""
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
@@ -575,7 +586,8 @@ class LockstepFabricStrategy(_Workers, _fabric.DDPStrategy):  # type: ignore[mis
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
         """Wrap a model with its optimizers."""
-        return self._wrap(module, optimizers), optimizers, scheduler
+        self._replica = self._wrap(module, optimizers)
+        return self._replica, optimizers, scheduler
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Share its batches out."""
@@ -608,17 +620,20 @@ class LockstepFabricStrategy(_Workers, _fabric.DDPStrategy):  # type: ignore[mis
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As torch's own `state_dict`, whatever is split; every worker calls this."""
         model = self._split_model(optimizer)
-        return optimizer.state_dict() if model is None else whole_optimizer_state(model, optimizer, self._groups)  # type: ignore[no-any-return]
+        if model is None:
+            return optimizer.state_dict()  # type: ignore[no-any-return]
+        return whole_optimizer_state(model, optimizer, self._groups)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None) -> Any:
         """Set what `state` names; of what is split, model and optimizer together."""
-        split = {name: each for name, each in (state or {}).items() if self._split_model(each)} if isinstance(state, dict) else {}
+        split = {}
+        if isinstance(state, dict):
+            split = {name: each for name, each in state.items() if self._split_model(each) is not None}
         rest = {name: each for name, each in state.items() if name not in split} if split else state
         left = super().load_checkpoint(path, rest, strict and not split, weights_only)
         for name, optimizer in split.items():
             model = self._split_model(optimizer)
             assert model is not None
-            weights = {key: value for key, value in model.module.state_dict().items()}
             with model.whole_params():
                 weights = {key: value.clone() for key, value in model.module.state_dict().items()}
             restore_optimizer(model, optimizer, self._groups, weights, left.pop(name))
@@ -628,10 +643,9 @@ class LockstepFabricStrategy(_Workers, _fabric.DDPStrategy):  # type: ignore[mis
 
     def _split_model(self, optimizer: Any) -> DataParallel | None:
         """The model that was split with this optimizer; None where it was not."""
-        found = (each for each in self.world.replicas if isinstance(each, DataParallel))
-        return next((each for each in found if self._zero and each._engine.split is not None), None) if isinstance(
-            optimizer, torch.optim.Optimizer
-        ) else None
+        if self._replica is None or not self._zero or not isinstance(optimizer, torch.optim.Optimizer):
+            return None
+        return self._replica
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

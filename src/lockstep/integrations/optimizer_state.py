@@ -37,7 +37,8 @@ def whole_optimizer_state(model: DataParallel, optimizer: torch.optim.Optimizer,
     return {
         "state": {number: values for number, values in state.items() if values},
         "param_groups": [
-            {**given, "params": [numbers[name] for name in names]} for given, names in zip(settings, groups, strict=True)
+            {**given, "params": [numbers[name] for name in names]}
+            for given, names in zip(settings, groups, strict=True)
         ],
     }
 
@@ -49,7 +50,7 @@ def restore_optimizer(
     weights: Mapping[str, Tensor],
     state: Mapping[str, Any],
 ) -> None:
-    """Set model and split optimizer to `weights` and what `optimizer.state_dict()` once gave; every worker calls this."""
+    """Set model and split optimizer to `weights` and a `state_dict` of torch's; every worker calls this."""
     own = {name for name, _ in (*model.module.named_parameters(), *model.module.named_buffers())}
     tensors = {MODEL + name: value.detach() for name, value in weights.items() if name in own}
     scalars: dict[str, dict[str, Any]] = {}

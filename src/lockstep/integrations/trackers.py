@@ -5,10 +5,10 @@
     lockstep.watch(model, trackers=[TensorBoard("board/"), WandB(project="mine"), MLflow("mine")])
 
 Loss, gradient norm, learning rate, samples a second, efficiency, where the time goes and who is slow, of all workers
-together, and the verdicts in words. The loss is known from `Trainer`, from the strategies for Lightning and transformers, and
-from `watcher.log(loss=loss)` in a loop of your own.
+together, and the verdicts in words. The loss is known from `Trainer`, from the integrations of Lightning and
+transformers, and from `watcher.log(loss=loss)` in a loop of your own.
 
-Each of them is a `Tracker`: a class with `open`, `log`, `tell` and `close`. Anything with these can be given in their place.
+Each of them is a `Tracker`: a class with `open`, `log`, `tell` and `close`. Anything with these can take their place.
 """
 
 import time
@@ -47,9 +47,9 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases: into the run that the script has begun, else into one of its own. Takes what `wandb.init` takes.
+    """Weights & Biases: into the run that the script has begun, else into one of its own.
 
-    Offline with `mode="offline"`, or WANDB_MODE=offline in the environment.
+    Takes what `wandb.init` takes. Offline with `mode="offline"`, or WANDB_MODE=offline in the environment.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -89,7 +89,12 @@ class MLflow:
     """
 
     def __init__(
-        self, experiment: str = "lockstep", *, uri: str | None = None, run_id: str | None = None, name: str | None = None
+        self,
+        experiment: str = "lockstep",
+        *,
+        uri: str | None = None,
+        run_id: str | None = None,
+        name: str | None = None,
     ) -> None:
         self._experiment, self._uri, self._name = experiment, uri, name
         self.run_id = run_id

@@ -1,12 +1,12 @@
-"""Hugging Face's Trainer on Lockstep: `LockstepTrainer` in Trainer's place, or `LockstepMixin` before any subclass of it.
+"""Hugging Face's Trainer on Lockstep: `LockstepTrainer` in Trainer's place, or `LockstepMixin` before a subclass.
 
     lockstep.join()                                            # first: on CPUs, shared memory
     trainer = LockstepTrainer(model=model, args=args, train_dataset=data, zero=3)
 
     class MyTrainer(LockstepMixin, Seq2SeqTrainer): ...
 
-`num_items_in_batch` weights tokens over all workers, as transformers means it; losses that do not know it are weighted by
-samples. Evaluation sees every sample once. Checkpoints are transformers' own files, whatever `zero` is, and can be
+`num_items_in_batch` weights tokens over all workers, as transformers means it; losses that do not know it are weighted
+by samples. Evaluation sees every sample once. Checkpoints are transformers' own files, whatever `zero` is, and can be
 gone on with on another number of workers.
 """
 
@@ -116,8 +116,7 @@ class LockstepTrainer(LockstepMixin, transformers.Trainer):  # type: ignore[misc
 def _own_skipping() -> Iterator[None]:
     """A block in which transformers skips batches of a sharded loader as that wants it.
 
-    Trainer calls Accelerate's function by its name, and that would make a new loader of the data set, which is not shared
-    out.
+    Trainer calls Accelerate's function by its name, and that would make a new loader of the whole data set.
     """
     before = trainer_module.skip_first_batches
 

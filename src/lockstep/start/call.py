@@ -283,7 +283,7 @@ def _pickled(call: FunctionCall) -> bytes:
 
 
 def _by_value(call: FunctionCall, reason: NotImportable) -> bytes:
-    """The call with all that it refers to of a main program without a file; raises `reason` where that is not the cause."""
+    """The call with what it refers to of a main program without a file; raises `reason` where there is a file."""
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) is not None or getattr(main, "__spec__", None) is not None:
         raise reason

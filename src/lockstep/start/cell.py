@@ -1,8 +1,8 @@
 """What launched workers write, in the cell of a notebook: line by line with the worker's number, and one of progress.
 
 A notebook shows what its own process writes through its own streams, and not what other processes write to the same
-file descriptors. So fresh interpreters write into pipes, and the launcher, which waits for them anyway, reads those. The
-line of progress (`lockstep.watch`, `Trainer(watch=True)`) stays where it is and is redrawn.
+file descriptors. So fresh interpreters write into pipes, and the launcher, which waits for them anyway, reads those.
+The line of progress (`lockstep.watch`, `Trainer(watch=True)`) stays where it is and is redrawn.
 """
 
 import contextlib

@@ -60,8 +60,8 @@ def launch(
 
     A function that can be imported runs in fresh interpreters; if it is defined in the script that calls `launch`,
     that call must stand under `if __name__ == "__main__":`. What a notebook defines runs in fresh interpreters too,
-    where cloudpickle is installed. Any other (lambda, closure, unpicklable arguments) runs in forks of this process, with
-    one compute thread each, and cannot use CUDA if this process has. Workers write to this process's stdout; in a
+    where cloudpickle is installed. Any other (lambda, closure, unpicklable arguments) runs in forks of this process,
+    with one compute thread each, and cannot use CUDA if this process has. Workers write to this process's stdout; in a
     notebook, into the cell, by worker. Results travel as pickles: return tensors of the CPU, not of a GPU.
 
     An elastic run goes on without a worker that fails, is killed or falls silent, from the step in flight, and starts

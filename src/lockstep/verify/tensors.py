@@ -153,6 +153,9 @@ def digests(inputs: Any, size: int | None) -> list[str]:
 
     size: how many samples there are, where that is known. Else the first dimension of the first tensor counts.
     """
+    listed = _listed(inputs, size) if size is not None else None
+    if listed is not None:
+        return [hashlib.blake2b(_rows(each[None])[0], digest_size=8).hexdigest() for each in listed]
     tensors = [leaf.detach() for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
     if size is None or not any(_dimension(each, size) is not None for each in tensors):
         size = tensors[0].shape[0] if tensors else None
@@ -161,6 +164,19 @@ def digests(inputs: Any, size: int | None) -> list[str]:
     # The first tensor that has samples must do: a mask of the length of texts may by chance have as many rows.
     each, dimension = next((each, d) for each in tensors if (d := _dimension(each, size)) is not None)
     return [hashlib.blake2b(row, digest_size=8).hexdigest() for row in _rows(each.movedim(dimension, 0))]
+
+
+def _listed(node: Any, size: int) -> list[Tensor] | None:
+    """The first list of `size` tensors, one a sample, as detectors take pictures; None if there is none."""
+    held = tree.children(node)
+    if held is None:
+        return None
+    if isinstance(node, list) and len(held) == size and all(isinstance(each, Tensor) and each.dim() for each in held):
+        dims = {each.dim() for each in held}
+        # Else it may be the columns of so many samples.
+        if len(dims) == 1 and (max(dims) > 2 or any(each.shape[0] != size for each in held)):
+            return [each.detach() for each in held]
+    return next((found for each in held if (found := _listed(each, size)) is not None), None)
 
 
 def _dimension(tensor: Tensor, size: int) -> int | None:

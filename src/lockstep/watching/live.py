@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 
 from lockstep.terminal import ProgressLine, num_columns
 
-_REDRAW_S, _REWRITE_S = 0.2, 10.0
+_REDRAW_S, REWRITE_S = 0.2, 10.0
 """Between two drawings in a terminal, and between two lines elsewhere."""
 CELL_S = 0.5
 """Between two lines in a notebook's cell, where each takes the place of the one before it."""
@@ -44,7 +44,7 @@ class StatusLine:
     """The run in one line: drawn over and over in a terminal, or written now and then to a log."""
 
     def __init__(
-        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, rewrite_s: float = _REWRITE_S
+        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, rewrite_s: float = REWRITE_S
     ) -> None:
         """rewrite_s: how long between two lines where this is no terminal."""
         self._stream, self._clock, self._rewrite_s = stream, clock, rewrite_s
@@ -164,8 +164,8 @@ class Tracked:
         name = type(self._tracker).__name__
         self._tracker = None
         warnings.warn(
-            f"{name} took no numbers ({type(error).__name__}: {error}), and is given no more of this run. The training goes "
-            "on; `lockstep report` shows the same numbers, where the run has a folder.",
+            f"{name} took no numbers ({type(error).__name__}: {error}), and is given no more of this run. The training "
+            "goes on; `lockstep report` shows the same numbers, where the run has a folder.",
             stacklevel=2,
         )
 

@@ -27,7 +27,7 @@ from lockstep.watching.collector import Collector, Summary
 from lockstep.watching.efficiency import FlopCount, SpeedTracker, measured_peak
 from lockstep.watching.hangs import DEADLINE as HANG_DEADLINE
 from lockstep.watching.hangs import Hangs
-from lockstep.watching.live import CELL_S, StatusLine, TensorBoard, Tracked, Tracker, View
+from lockstep.watching.live import CELL_S, REWRITE_S, StatusLine, TensorBoard, Tracked, Tracker, View
 from lockstep.watching.network import Probes
 from lockstep.watching.noise import GradNorms
 from lockstep.watching.recorder import HeardStep, Recorder
@@ -57,8 +57,8 @@ def watch(
     tensorboard: a folder for TensorBoard, where that is installed.
     trackers: who else is given the numbers of every step and the verdicts: see `lockstep.integrations.trackers`.
 
-    A world has one watcher: a second call, for another model or under `lockstep run --watch`, returns that one, and adds
-    its trackers.
+    A world has one watcher: a second call, for another model or under `lockstep run --watch`, returns that one, and
+    gives it these trackers too.
     """
     if not isinstance(model, DataParallel):
         raise UsageError(
@@ -215,8 +215,8 @@ def _open_writer(folder: Path, model: DataParallel, began_ns: int) -> RunWriter 
 
 
 def _views(progress: bool, tensorboard: str | PathLike[str] | None) -> list[View]:
-    pace = {"rewrite_s": CELL_S} if environment.is_in_cell(os.environ) else {}
-    views: list[View] = [StatusLine(sys.stderr, **pace)] if progress else []
+    rewrite_s = CELL_S if environment.is_in_cell(os.environ) else REWRITE_S
+    views: list[View] = [StatusLine(sys.stderr, rewrite_s=rewrite_s)] if progress else []
     return views if tensorboard is None else [*views, TensorBoard(tensorboard)]
 
 
