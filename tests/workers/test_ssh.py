@@ -135,8 +135,14 @@ def test_an_interrupted_starter_and_a_host_that_cannot_be_reached(sshd, tmp_path
     words = ("--hosts", "127.0.0.1,no.such.host.invalid", "--ssh", client.replace(" -q", ""), "-n", "1")
     run = start(tmp_path, "", *words)
     assert run.wait(60) == 255
-    assert "lockstep run: ssh could not start it on no.such.host.invalid" in said(tmp_path)
+    assert "lockstep run: it could not be started on no.such.host.invalid (exit code 255)" in said(tmp_path)
     assert "Could not resolve hostname" in said(tmp_path)
+    (tmp_path / "train.py").unlink()
+    run = subprocess.run(
+        [*netns.LOCKSTEP, "run", "--hosts", "127.0.0.1,localhost", "--ssh", client, "no.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 255 and run.stderr.count("there is no 'no.py' here") == 1, run.stderr
 
 
 FAILS = """

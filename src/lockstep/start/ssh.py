@@ -34,6 +34,8 @@ _CONNECTED = b"lockstep: connected"
 """What the shell over there says first: from then on it is the launcher that speaks for its host."""
 _CLOSING = b"lockstep run: "
 _SSH_FAILED = 255
+_NEVER_BEGAN = (2, 126, 127)
+"""Exit codes of a launcher that was asked for what cannot be, and of a shell that finds no Python there."""
 _LOOK_S = 0.05
 
 
@@ -144,28 +146,41 @@ def run(hosts: Sequence[RemoteHost], started: Sequence[Sequence[str]], secret: s
         ]
         relay = Relay(list(streams))
         relay.start()
-        unreached = ""
-        give_up = float("inf")
+        end_at = give_up = float("inf")
         while None in (codes := [process.poll() for process in processes]):
-            failed = [hosts[n].name for n, code in enumerate(codes) if code and not streams[2 * n].is_connected]
-            if give_up == float("inf") and (signals or relay.is_unread or failed):
-                unreached = "" if signals else ", ".join(failed)
-                give_up = time.monotonic() + FAREWELL_S
+            now = time.monotonic()
+            if end_at == float("inf") and any(codes) and not is_elastic:
+                end_at = now + FAREWELL_S  # The others hear of it by themselves, and say so; if they have met.
+            is_over = signals or relay.is_unread or _not_started(hosts, processes, streams)
+            if give_up == float("inf") and (is_over or now > end_at):
+                give_up = now + FAREWELL_S
                 _end(processes)
-            if len(signals) > 1 or time.monotonic() > give_up:
+            if len(signals) > 1 or now > give_up:
                 for process in processes:
                     process.kill()
             time.sleep(_LOOK_S)
         relay.finish()
     _end(processes)
-    codes = [process.returncode for process in processes]
-    _say_last(streams, unreached or ", ".join(_never(hosts, codes, streams)))
+    missing = _not_started(hosts, processes, streams)
+    _say_last(streams, missing)
     if signals:
         return 128 + signals[0]
-    told = [code for code in codes if code not in (0, _SSH_FAILED)]
-    if is_elastic and 0 in codes:
+    ended = [process.returncode for process in processes]
+    if is_elastic and 0 in ended:
         return 0
-    return told[0] if told else max(codes, key=abs)
+    told = [code for code in ended if code not in (0, _SSH_FAILED)]
+    return _SSH_FAILED if missing or (not told and any(ended)) else next(iter(told), 0)
+
+
+def _not_started(
+    hosts: Sequence[RemoteHost], processes: Sequence[subprocess.Popen[bytes]], streams: Sequence["_HostStream"]
+) -> list[str]:
+    """The hosts on which `lockstep run` was not even begun, so that the others would wait for them."""
+    return [
+        f"{host.name} (exit code {process.returncode})"
+        for n, (host, process) in enumerate(zip(hosts, processes, strict=True))
+        if process.returncode in _NEVER_BEGAN or (process.returncode == _SSH_FAILED and not streams[2 * n].is_connected)
+    ]
 
 
 def _start(command: Sequence[str], secret: str) -> subprocess.Popen[bytes]:
@@ -195,19 +210,14 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
                 process.stdin.close()
 
 
-def _never(hosts: Sequence[RemoteHost], codes: Sequence[int], streams: Sequence[_HostStream]) -> list[str]:
-    return [hosts[n].name for n, code in enumerate(codes) if code == _SSH_FAILED and not streams[2 * n].is_connected]
-
-
-def _say_last(streams: Sequence[_HostStream], unreached: str) -> None:
+def _say_last(streams: Sequence[_HostStream], missing: Sequence[str]) -> None:
     """Each of the launchers' last words once."""
     said: list[bytes] = []
     for stream in streams:
         text = b"\n".join(stream.closing)
-        if text and text not in said and not (unreached and b"ended by SIGTERM" in text):
+        if text and text not in said and not (missing and b"ended by SIGTERM" in text):
             said.append(text)
-    if unreached:
-        why = f"lockstep run: ssh could not start it on {unreached}; what ssh says is above. Try it by hand: ssh HOST"
+    if missing:
+        why = f"lockstep run: it could not be started on {', '.join(missing)}; what ssh says is above."
         said.append(why.encode())
-    sys.stdout.flush()
     os.write(2, b"".join(text + b"\n" for text in said))
