@@ -36,7 +36,7 @@ ORDER = [
     {"watching"},
     {"train"},
     {"start"},
-    {"verify"},
+    {"integrations", "verify"},
     {"demo", "bench"},
     {"cli", "__main__"},
 ]

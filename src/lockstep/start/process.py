@@ -153,6 +153,10 @@ class Worker:
                 self._warden.strike(self.pid)
         return self.code is not None
 
+    def end_fd(self) -> int:
+        """Can be read once it has ended, and is the caller's to close; OSError where it has, and left nothing."""
+        return os.pidfd_open(self.pid)
+
     @property
     def was_told_to_end(self) -> bool:
         """Whether its end is the launcher's doing."""

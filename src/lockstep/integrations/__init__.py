@@ -1,0 +1,1 @@
+"""Lockstep within other libraries, each imported by who uses it: `lockstep.integrations.lightning`, and so on."""
