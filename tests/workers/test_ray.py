@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif("FULL" not in os.environ, reason="needs FULL=1: a Ray cluster takes 20 s to start"),
 ]
-EPOCHS = 8
+EPOCHS = 4
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +132,11 @@ def test_a_node_is_removed(cluster, spare_node, tmp_path, undisturbed, elastic):
     thread = Thread(target=run)
     thread.start()
     until = time.monotonic() + 120
-    while not (tmp_path / "step8").exists():
+    while not (tmp_path / "step5").exists():
         assert time.monotonic() < until and thread.is_alive(), outcome
         time.sleep(0.05)
     cluster.remove_node(spare_node, allow_graceful=False)
-    thread.join(150)
+    thread.join(200)
     assert outcome
     if elastic:
         assert not isinstance(outcome[0], BaseException), outcome[0]
@@ -143,7 +144,8 @@ def test_a_node_is_removed(cluster, spare_node, tmp_path, undisturbed, elastic):
         assert len(outcome[0]) == 4, "two went with their node, and nowhere was room for others"
     else:
         assert isinstance(outcome[0], lockstep.WorkerLost), outcome[0]
-        assert "node" in str(outcome[0]) and "Ray says of it" in str(outcome[0])
+        assert re.search(r"Ray has lost \d of 6 workers, with their actors or the nodes", str(outcome[0]))
+        assert outcome[0].ranks
 
 
 def train_for_ray(config):

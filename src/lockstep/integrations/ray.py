@@ -30,6 +30,7 @@ from lockstep.start import host
 from lockstep.start.call import FunctionCall, Outbox, ReportKind, work
 from lockstep.start.elastic import Elastic
 from lockstep.start.function import checked_call, deadline_after, limits_of, run_call
+from lockstep.start.hosts import say
 from lockstep.start.process import Worker
 from lockstep.start.supervisor import Supervisor
 
@@ -74,7 +75,11 @@ def launch(
     outcome = run_call(starter, size, None, deadline, limits, ray.util.get_node_ip_address())
     if isinstance(outcome, WorkerLost) and starter.lost:
         reasons = "\n".join(f"worker {rank}: {reason}" for rank, reason in sorted(starter.lost.items()))
-        raise WorkerLost(f"{outcome} Ray says of it:\n{reasons}", outcome.ranks) from None
+        raise WorkerLost(
+            f"Ray has lost {len(starter.lost)} of {size} workers, with their actors or the nodes those were on, and the "
+            "others were ended. With elastic=True, and lockstep.Trainer, the others go on. Ray says:\n" + reasons,
+            tuple(sorted(starter.lost)),
+        ) from None
     if isinstance(outcome, BaseException):
         raise outcome from None
     return outcome
@@ -104,6 +109,8 @@ class _ActorStarter:
 
     def start(self, rank: int, outbox_fd: int, supervisor: Supervisor, variables: Mapping[str, str]) -> None:
         """Start worker `rank`, which reports to `outbox_fd`, with these variables in its environment."""
+        if not ray.is_initialized():  # It would connect again, by itself.
+            raise LaunchError("ray.shutdown() was called while workers were to be started.")
         slot = int(variables["RANK"])
         on_node = [other for other, node in enumerate(self._nodes) if node == self._nodes[slot]]
         place = {"LOCAL_RANK": str(on_node.index(slot)), "LOCAL_WORLD_SIZE": str(len(on_node))}
@@ -133,7 +140,8 @@ class _ActorStarter:
 
     def close(self) -> None:
         """Give back the room."""
-        remove_placement_group(self._group)
+        if ray.is_initialized():
+            remove_placement_group(self._group)
 
     def _await(self, worker: "_ActorWorker", pid: Any, report: Any, outbox: Outbox) -> None:
         """Pass on what the actor reports, in a thread; then it has ended."""
@@ -147,6 +155,7 @@ class _ActorStarter:
             outbox.close()
             if not worker.was_told_to_end:
                 self.lost[worker.rank] = _why(error)
+                say(f"worker {worker.rank} is lost. Ray says: {self.lost[worker.rank]}")
         finally:
             worker.end(code)
 
@@ -161,8 +170,7 @@ class _ActorWorker(Worker):
 
     def end(self, code: int) -> None:
         """It has ended so."""
-        with contextlib.suppress(RayError):
-            ray.kill(self._actor)
+        self._kill()
         self.ended_at, self.code = time.monotonic(), code
         os.close(self._end_fd)
 
@@ -182,6 +190,10 @@ class _ActorWorker(Worker):
         """End it: Ray knows no signals."""
         if self.code is None:
             self.told_at = time.monotonic() if self.told_at is None else self.told_at
+            self._kill()
+
+    def _kill(self) -> None:
+        if ray.is_initialized():
             with contextlib.suppress(RayError):
                 ray.kill(self._actor)
 
