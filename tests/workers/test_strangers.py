@@ -5,11 +5,8 @@ import os
 import re
 import resource
 import secrets
-import signal
 import socket
 import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +33,10 @@ class Port:
     address: str
     number: int
     pid: int
+
+    @property
+    def family(self) -> int:
+        return socket.AF_INET6 if ":" in self.address else socket.AF_INET
 
 
 def tree(pid: int) -> list[int]:
@@ -67,22 +68,6 @@ def listening(pids: list[int]) -> list[Port]:
     return ports
 
 
-def unix_names(pids: list[int]) -> list[str]:
-    """The abstract Unix sockets on which processes of the run listen."""
-    inodes = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    inodes.add(os.readlink(fd))
-    found = []
-    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
-        words = line.split()
-        if len(words) == 8 and f"socket:[{words[6]}]" in inodes and words[7].startswith("@"):
-            found.append("\0" + words[7][1:])
-    return sorted(set(found))
-
-
 WORDS = {
     "nothing": b"",
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -94,42 +79,38 @@ WORDS = {
 }
 
 
-def attack(family: int, place: object, log: list[str]) -> list[socket.socket]:
-    """Say everything that a stranger may say; returns what is kept open."""
+def attack(family: int, place: object) -> list[socket.socket]:
+    """Say everything that a stranger may say, a wrong secret among it, and keep all connections open."""
     kept = []
-    for name, words in WORDS.items():
+    for words in WORDS.values():
         channel = socket.socket(family)
-        channel.settimeout(2)
+        channel.settimeout(0.05)
+        kept.append(channel)
         with contextlib.suppress(OSError):
             channel.connect(place)
             channel.sendall(words)
-            channel.settimeout(0.3)
-            answer = channel.recv(1 << 12)
-            log.append(f"{name}: {answer[:16]!r}")
-        kept.append(channel)
-    return kept
-
-
-def flood(family: int, place: object) -> list[socket.socket]:
-    kept = []
+    if family != socket.AF_UNIX:
+        with contextlib.suppress(OSError, ValueError):
+            StoreClient(place, b"w" * 32, 0.1)
+            raise AssertionError("a wrong secret opens it")
     for _ in range(MANY):
         channel = socket.socket(family)
         channel.setblocking(False)
+        kept.append(channel)
         with contextlib.suppress(OSError):
             channel.connect(place)
-        kept.append(channel)
     return kept
 
 
 class Job:
     """A run on two hosts, which are two launchers on this one: so all its ports are within reach."""
 
-    def __init__(self, folder: Path, *options: str, **environ: str) -> None:
+    def __init__(self, folder: Path, *options: str, script: str = TRAIN, **environ: str) -> None:
         self.folder = folder
-        (folder / "train.py").write_text(TRAIN)
+        (folder / "train.py").write_text(script)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             meet = f"127.0.0.1:{probe.getsockname()[1]}"
-        told = {**os.environ, "LOCKSTEP_SECRET": secrets.token_hex(16), "EPOCHS": "4", "PAUSE": "0.1", **environ}
+        told = {**os.environ, "LOCKSTEP_SECRET": secrets.token_hex(16), **environ}
         self.launchers = []
         for rank in (0, 1):
             words = ["--hosts", "2", "--host-rank", str(rank), "--meet", meet, "-n", "1", *options]
@@ -155,11 +136,68 @@ class Job:
 
 
 @pytest.fixture
-def many_files():
+def job(tmp_path):
+    """A run whose processes may open 1,024 files each, as is usual; this one may open all that an attack takes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, 65536)
-    if wanted < 10 * MANY:
-        pytest.skip(f"may open {hard} files only")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    yield
+    if hard < 12 * MANY:
+        pytest.skip(f"needs {12 * MANY} file handles, and may have {hard}")
+    made = []
+
+    def make(*options: str, **environ: str) -> Job:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        made.append(Job(tmp_path, *options, **environ))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return made[0]
+
+    yield make
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for each in made:
+        each.close()
+
+
+# It trains slowly until it has been attacked.
+SLOW = TRAIN.replace("    time.sleep(", "    time.sleep(0 if os.path.exists('attacked') else ")
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("--elastic", "--watch"), marks=full)], ids=["plain", "elastic"])
+def test_strangers_change_nothing(job, undisturbed, options):  # noqa: F811
+    run = job(*options, script=SLOW, EPOCHS="20", PAUSE="0.1")
+    wait_until(lambda: run.said.count("step 2 of 2") == 2, "both to train", lambda: run.said)
+    pids = run.pids
+    ports = listening(pids)
+    # The store of each kind, and what each worker has opened: gloo's ports, and those of its watcher.
+    assert {port.pid for port in ports} >= {run.launchers[0].pid, *pids[-1:]} and len(ports) >= 3, ports
+    kept = [channel for port in ports for channel in attack(port.family, (port.address, port.number))]
+    workers = {port.pid for port in ports} - {run.launchers[0].pid}
+    handles = {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in workers}
+    (run.folder / "attacked").touch()
+    assert "HASH" not in run.said, "the attack came too late"
+    assert [launcher.wait(2 * DEADLINE_S) for launcher in run.launchers] == [0, 0], run.said
+    assert set(re.findall(r"HASH (\w+)", run.said)) == {undisturbed("20")}, run.said
+    assert re.findall(r"HASH \w+ rank (\d)", run.said) == ["0", "1"]
+    assert not [line for line in run.said.splitlines() if "generation" in line or "Traceback" in line], run.said
+    assert max(handles.values()) < 100, "what came to gloo's ports has been let in"
+    for channel in kept:
+        channel.close()
+
+
+BEFORE = """
+import os, pathlib, time
+while not pathlib.Path("attacked").exists():
+    time.sleep(0.01)
+"""
+
+
+@full
+def test_strangers_who_come_first_change_nothing(job, undisturbed):  # noqa: F811
+    """Before the workers have met: at the launchers' ports, which are all there are."""
+    run = job(EPOCHS="3", script=BEFORE + TRAIN)
+    wait_until(lambda: len(run.pids) >= 6, "the workers to start", lambda: run.said)
+    ports = listening(run.pids)
+    assert {port.pid for port in ports} == {run.launchers[0].pid}
+    kept = [channel for port in ports for channel in attack(port.family, (port.address, port.number))]
+    (run.folder / "attacked").touch()
+    assert [launcher.wait(2 * DEADLINE_S) for launcher in run.launchers] == [0, 0], run.said
+    assert set(re.findall(r"HASH (\w+)", run.said)) == {undisturbed("3")}, run.said
+    for channel in kept:
+        channel.close()

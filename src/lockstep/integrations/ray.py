@@ -76,7 +76,7 @@ def launch(
     if isinstance(outcome, WorkerLost) and starter.lost:
         reasons = "\n".join(f"worker {rank}: {reason}" for rank, reason in sorted(starter.lost.items()))
         raise WorkerLost(
-            f"Ray has lost {len(starter.lost)} of {size} workers, with their actors or the nodes those were on, and the "
+            f"Ray has lost {len(starter.lost)} of {size} workers, with their actors or the nodes those were on. The "
             "others were ended. With elastic=True, and lockstep.Trainer, the others go on. Ray says:\n" + reasons,
             tuple(sorted(starter.lost)),
         ) from None

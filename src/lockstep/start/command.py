@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+from lockstep import limits
 from lockstep.comm.etcd import Deposed
 from lockstep.elastic.coordinator import PREFIX as DECISIONS
 from lockstep.environment import WATCH, shows_all_frames
@@ -102,6 +103,7 @@ def run(
     size = host.num_workers(workers)
     num_threads = host.num_threads(threads, size, os.environ)
     host.refuse_nesting(os.environ)
+    limits.raise_file_handles()
     host.require_file_handles(size)
     output.open_logs()
     if elastic is not None:
