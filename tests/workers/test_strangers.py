@@ -107,6 +107,7 @@ class Job:
 
     def __init__(self, folder: Path, *options: str, script: str = TRAIN, **environ: str) -> None:
         self.folder = folder
+        self.strangers: list[socket.socket] = []
         (folder / "train.py").write_text(script)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             meet = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -129,7 +130,13 @@ class Job:
     def said(self) -> str:
         return "".join((self.folder / f"host{rank}").read_text() for rank in (0, 1))
 
+    def attack(self, ports: list[Port]) -> None:
+        for port in ports:
+            self.strangers += attack(port.family, (port.address, port.number))
+
     def close(self) -> None:
+        for channel in self.strangers:
+            channel.close()
         for launcher in self.launchers:
             launcher.kill()
             launcher.wait()
@@ -167,7 +174,7 @@ def test_strangers_change_nothing(job, undisturbed, options):  # noqa: F811
     ports = listening(pids)
     # The store of each kind, and what each worker has opened: gloo's ports, and those of its watcher.
     assert {port.pid for port in ports} >= {run.launchers[0].pid, *pids[-1:]} and len(ports) >= 3, ports
-    kept = [channel for port in ports for channel in attack(port.family, (port.address, port.number))]
+    run.attack(ports)
     workers = {port.pid for port in ports} - {run.launchers[0].pid}
     handles = {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in workers}
     (run.folder / "attacked").touch()
@@ -175,10 +182,9 @@ def test_strangers_change_nothing(job, undisturbed, options):  # noqa: F811
     assert [launcher.wait(2 * DEADLINE_S) for launcher in run.launchers] == [0, 0], run.said
     assert set(re.findall(r"HASH (\w+)", run.said)) == {undisturbed("20")}, run.said
     assert re.findall(r"HASH \w+ rank (\d)", run.said) == ["0", "1"]
-    assert not [line for line in run.said.splitlines() if "generation" in line or "Traceback" in line], run.said
+    # A generation that moves shards is the balance's doing, and loses nobody.
+    assert not [line for line in run.said.splitlines() if ": without " in line or "Traceback" in line], run.said
     assert max(handles.values()) < 100, "what came to gloo's ports has been let in"
-    for channel in kept:
-        channel.close()
 
 
 BEFORE = """
@@ -195,9 +201,7 @@ def test_strangers_who_come_first_change_nothing(job, undisturbed):  # noqa: F81
     wait_until(lambda: len(run.pids) >= 6, "the workers to start", lambda: run.said)
     ports = listening(run.pids)
     assert {port.pid for port in ports} == {run.launchers[0].pid}
-    kept = [channel for port in ports for channel in attack(port.family, (port.address, port.number))]
+    run.attack(ports)
     (run.folder / "attacked").touch()
     assert [launcher.wait(2 * DEADLINE_S) for launcher in run.launchers] == [0, 0], run.said
     assert set(re.findall(r"HASH (\w+)", run.said)) == {undisturbed("3")}, run.said
-    for channel in kept:
-        channel.close()
