@@ -142,7 +142,8 @@ def test_torchrun_over_two_hosts(tmp_path, secret):
             own = ["--rdzv-conf", f"is_host={rank == 0}", "--local-addr", host.address]
             command = [sys.executable, "-m", "torch.distributed.run", *place, *own, "train.py"]
             started.append(host.start(command, tmp_path, f"said{rank}", OMP_NUM_THREADS="1", LOCKSTEP_SECRET=secret))
-        said = [(tmp_path / f"said{rank}").read_text() for rank in (0, 1)]
+        codes = [process.wait(170) for process in started]
+    said = [(tmp_path / f"said{rank}").read_text() for rank in (0, 1)]
     found = sorted(line for text in said for line in text.splitlines() if " local " in line)
     assert codes == [0, 0], said
     assert found == [f"{rank}/4 local {rank % 2}/2 2.5" for rank in range(4)], said
