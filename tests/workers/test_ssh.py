@@ -137,6 +137,9 @@ def test_an_interrupted_starter_and_a_host_that_cannot_be_reached(sshd, tmp_path
     assert run.wait(60) == 255
     assert "lockstep run: it could not be started on no.such.host.invalid (exit code 255)" in said(tmp_path)
     assert "Could not resolve hostname" in said(tmp_path)
+    run = start(tmp_path, "import sys; sys.exit(2)", "--hosts", "127.0.0.1", "--ssh", client, "-n", "2")
+    assert run.wait(60) == 2, "a worker's exit code is no launcher's"
+    assert "failed first (exit code 2)" in said(tmp_path) and "could not be started" not in said(tmp_path)
     (tmp_path / "train.py").unlink()
     run = subprocess.run(
         [*netns.LOCKSTEP, "run", "--hosts", "127.0.0.1,localhost", "--ssh", client, "no.py"],

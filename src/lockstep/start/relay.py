@@ -92,6 +92,7 @@ class OutputStream:
     holds: bool = True
     """Whether tracebacks are held back."""
     is_shown: bool = True
+    """Whether its lines go there at all."""
     log: BinaryIO | None = None
     """Gets every line too, as it comes and without the worker's number."""
     lines: LineSplitter = field(default_factory=LineSplitter)

@@ -176,11 +176,15 @@ def _not_started(
     hosts: Sequence[RemoteHost], processes: Sequence[subprocess.Popen[bytes]], streams: Sequence["_HostStream"]
 ) -> list[str]:
     """The hosts on which `lockstep run` was not even begun, so that the others would wait for them."""
-    return [
-        f"{host.name} (exit code {process.returncode})"
-        for n, (host, process) in enumerate(zip(hosts, processes, strict=True))
-        if process.returncode in _NEVER_BEGAN or (process.returncode == _SSH_FAILED and not streams[2 * n].is_connected)
-    ]
+    found = []
+    for n, (host, process) in enumerate(zip(hosts, processes, strict=True)):
+        out, errors = streams[2 * n : 2 * n + 2]
+        is_a_workers = any(line.startswith(_CLOSING + b"worker ") for line in errors.closing)  # Whose exit code it is.
+        if (process.returncode in _NEVER_BEGAN and not is_a_workers) or (
+            process.returncode == _SSH_FAILED and not out.is_connected
+        ):
+            found.append(f"{host.name} (exit code {process.returncode})")
+    return found
 
 
 def _start(command: Sequence[str], secret: str) -> subprocess.Popen[bytes]:
