@@ -366,7 +366,7 @@ class World(Membership):
         if tuple(ranks) not in self._parts:
             if group is None:
                 options: dict[str, Any] = {"timeout": self.timeout + groups.MARGIN, "use_local_synchronization": True}
-                with gloo_ports.closed_afterwards():
+                with gloo_ports.closed_afterwards(may_open_nccls=self.device.type == "cuda"):
                     opened = dist.new_group(list(ranks), **options)
                 assert isinstance(opened, dist.ProcessGroup)
                 group = opened

@@ -21,8 +21,15 @@ _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 @contextlib.contextmanager
-def closed_afterwards() -> Iterator[None]:
-    """Within it this thread opens a group; the TCP ports that were opened meanwhile take no connection after it."""
+def closed_afterwards(*, may_open_nccls: bool = False) -> Iterator[None]:
+    """Within it this thread opens a group; the TCP ports that were opened meanwhile take no connection after it.
+
+    may_open_nccls: ports of NCCL may be among them, which it needs later; then they are left as they are. It opens them
+        with its first operation, but where the default group was given a device, with the group.
+    """
+    if may_open_nccls:
+        yield
+        return
     before = _listening()
     yield
     for fd, _ in _listening().items() - before.items():

@@ -205,7 +205,7 @@ def choose_backend(device: torch.device, *, on_one_host: bool) -> str:
 
 def new_group(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """Another group of the workers of `group`, every one of which must call this; `timeout` is the world's."""
-    with gloo_ports.closed_afterwards():
+    with gloo_ports.closed_afterwards(may_open_nccls="nccl" in backend):
         opened = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=timeout + MARGIN,
