@@ -24,7 +24,7 @@ def _clean_environment(monkeypatch, tmp_path):
         ([], "command"),
         (["walk"], "invalid choice: 'walk'"),
         (["run"], "SCRIPT"),
-        (["run", "-n", "two", "script.py"], "invalid int value: 'two'"),
+        (["run", "-n", "two", "script.py"], "two is no whole number"),
         (["run", "-n", "0", "script.py"], "0 workers"),
         (["run", "-n", "-3", "script.py"], "-3 workers"),
         (["run", "-n", "2", "--threads", "0", "script.py"], "0 threads"),

@@ -1,7 +1,8 @@
 import pytest
 
 from lockstep import LaunchError, UsageError
-from lockstep.environment import HostPlace, Launch, first_host, hosts_of, read, required_secret
+from lockstep.environment import HostPlace, Launch, first_host, hosts_of, read, required_secret, workers_of
+from lockstep.start.host import refuse_nesting
 
 TORCHRUN = {
     "RANK": "1",
@@ -25,6 +26,9 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "prterun-host-123@1",
 }
+
+
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
 def test_alone():
@@ -60,6 +64,14 @@ def test_openmpi():
     assert launch.port == read(OPENMPI | {"OMPI_COMM_WORLD_RANK": "0"}).port
 
 
+def test_mpich():
+    launch = read(MPICH)
+    assert (launch.launcher, launch.rank, launch.size, launch.local_rank, launch.local_size) == ("mpich", 1, 2, 1, 2)
+    assert (launch.address, launch.port) == ("127.0.0.1", read(MPICH | {"PMI_RANK": "0"}).port)
+    several = MPICH | {"PMI_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
+    assert (read(several).address, read(several).port) == ("a", 9)
+
+
 @pytest.mark.parametrize(
     ("environ", "named"),
     [
@@ -77,6 +89,8 @@ def test_openmpi():
         (SLURM | {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "SLURM_NTASKS"]),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}, ["SLURM_NNODES", "MASTER_ADDR"]),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_RANK"]),
+        ({"PMI_RANK": "1"}, ["PMI_RANK", "PMI_SIZE"]),
+        (MPICH | {"PMI_SIZE": "4"}, ["MPICH started 4 workers, 2 of them on this host", "MASTER_ADDR"]),
         (OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, ["MASTER_ADDR"]),
     ],
 )
@@ -107,15 +121,27 @@ STEP = SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM
 def test_one_host_is_no_run_over_several():
     for environ in ({}, SLURM, SLURM | {"SLURM_STEP_NUM_NODES": "1"}, {"JOB_COMPLETION_INDEX": "3"}):
         assert hosts_of(environ, None, None, None, None) is None
-    assert hosts_of({}, 1, None, None, None) is None
+    assert hosts_of({}, "1", None, None, None) is None
 
 
 def test_the_place_of_a_host():
-    assert hosts_of({}, 3, 2, "a:1", None) == HostPlace("a:1", 3, 2)
-    assert hosts_of({"JOB_COMPLETION_INDEX": "1"}, 2, None, "a:1", None) == HostPlace("a:1", 2, 1)
+    assert hosts_of({}, "3", 2, "a:1", None) == HostPlace("a:1", 3, 2)
+    assert hosts_of({"JOB_COMPLETION_INDEX": "1"}, "2", None, "a:1", None) == HostPlace("a:1", 2, 1)
     operator = {"PET_NNODES": "4", "PET_NODE_RANK": "3", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "9"}
     assert hosts_of(operator, None, None, None, None) == HostPlace("m:9", 4, 3)
     assert hosts_of({}, None, None, None, "a:1") == HostPlace("a:1", 0, None)
+
+
+def test_the_place_of_a_pod_of_an_operator():
+    elastic = {"PET_NNODES": "2:4", "PET_RDZV_ENDPOINT": "job-worker-0:29400", "PET_NPROC_PER_NODE": "8"}
+    assert hosts_of(elastic, None, 1, None, None) == HostPlace("job-worker-0:29400", 2, 1)
+    assert hosts_of(elastic, None, 3, None, None) == HostPlace("job-worker-0:29400", 0, None)  # It joins.
+    assert (workers_of(elastic), workers_of({"PET_NPROC_PER_NODE": "gpu"}), workers_of({})) == (8, None, None)
+    # RANK is that of the pod in a PyTorchJob; that of a worker has LOCAL_RANK beside it.
+    refuse_nesting(elastic | {"RANK": "1", "WORLD_SIZE": "2"})
+    for worker in (elastic | TORCHRUN, TORCHRUN, MPICH):
+        with pytest.raises(LaunchError, match="workers do not start workers"):
+            refuse_nesting(worker)
 
 
 def test_slurm_says_where_a_launcher_belongs():
@@ -129,11 +155,13 @@ def test_slurm_says_where_a_launcher_belongs():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ((2, None, "a:1", None), "give each host its number with --host-rank R"),
-        ((2, 0, None, None), "give each host its number with --host-rank R"),
-        ((2, 2, "a:1", None), "host ranks go from 0 to the number of hosts minus 1"),
+        (("2", None, "a:1", None), "give each host its number with --host-rank R"),
+        (("2", 0, None, None), "give each host its number with --host-rank R"),
+        (("2", 2, "a:1", None), "host ranks go from 0 to the number of hosts minus 1"),
         ((None, 1, None, None), "say how many with --hosts"),
-        ((2, None, None, "a:1"), "--join says all"),
+        (("4:2", 0, "a:1", None), "how many hosts there are, as 4, or from 2 to 4 as 2:4"),
+        (("2:4", 4, "a:1", None), "host ranks go from 0"),
+        (("2", None, None, "a:1"), "--join says all"),
     ],
 )
 def test_what_does_not_say_where_a_host_belongs(asked, said):

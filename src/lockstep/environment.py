@@ -1,9 +1,10 @@
 """Where was this process started, and which worker is it: read from the environment, as plain values.
 
-`lockstep.join` is the only caller with the real environment. Four launchers are known; each sets its own
+`lockstep.join` is the only caller with the real environment. Five launchers are known; each sets its own
 variables, and a set that is partial or contradicts itself is refused by name instead of being guessed around.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ class Launch:
     """What a launcher said about this process."""
 
     launcher: str
-    """`alone`, `torchrun` (also `lockstep run` and anything that sets RANK), `slurm` or `openmpi`."""
+    """`alone`, `torchrun` (also `lockstep run` and anything that sets RANK), `slurm`, `openmpi` or `mpich`."""
     rank: int = 0
     size: int = 1
     local_rank: int | None = None
@@ -67,6 +68,8 @@ OWN_STORE = "LOCKSTEP_STORE"
 MEMBER = "LOCKSTEP_MEMBER"
 """The worker's number in an elastic run, which the one that takes its place does not get again."""
 _SECRET_LETTERS = 32
+STDIN = "-"
+"""In place of a file with the secret: the first line of stdin has it, and the launcher ends with the end of stdin."""
 
 
 def secret_of(environ: Mapping[str, str]) -> bytes | None:
@@ -80,11 +83,19 @@ def secret_of(environ: Mapping[str, str]) -> bytes | None:
     return text.encode() or None
 
 
+def _line_of_stdin() -> str:
+    """The first line, and not a byte more: what follows is not for this reader."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    return line.decode().strip()
+
+
 def required_secret(environ: Mapping[str, str], file: str | None) -> str:
     """The secret of a run over several hosts, from a file or the environment; LaunchError if there is none."""
     if file is not None:
         try:
-            text = Path(file).read_text().strip()
+            text = _line_of_stdin() if file == STDIN else Path(file).read_text().strip()
         except OSError as error:
             raise LaunchError(f"the secret cannot be read from {file}: {error}.") from error
         environ = {SECRET: text}
@@ -108,11 +119,12 @@ class HostPlace:
 
 
 def hosts_of(
-    environ: Mapping[str, str], hosts: int | None, rank: int | None, meet: str | None, join: str | None
+    environ: Mapping[str, str], hosts: str | None, rank: int | None, meet: str | None, join: str | None
 ) -> HostPlace | None:
     """This launcher's place, from what it was asked for and what Slurm, Kubernetes or torchrun's operators say.
 
-    None where the run has this host alone.
+    None where the run has this host alone. hosts: how many; or LEAST:MOST, where the first LEAST begin the run and the
+    others join it.
     """
     if join is not None:
         if hosts is not None or rank is not None or meet is not None:
@@ -122,26 +134,47 @@ def hosts_of(
         return HostPlace(join, 0, None)
     if hosts is None and rank is None and (slurm := _slurm_hosts(environ)) is not None:
         return slurm if meet is None else replace(slurm, meet=meet)
-    if hosts is None:
-        hosts = _optional(environ, "PET_NNODES")
+    hosts = hosts or environ.get("PET_NNODES") or None
     if hosts is None:
         if rank is not None or meet is not None:
             raise UsageError("--host-rank and --meet are for several hosts: say how many with --hosts.")
         return None
+    least, most = _least_and_most(hosts)
     for name in ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID"):
         rank = _optional(environ, name) if rank is None else rank
+    meet = meet or environ.get("PET_RDZV_ENDPOINT") or None
     if meet is None and environ.get("PET_MASTER_ADDR") and environ.get("PET_MASTER_PORT"):
         meet = f"{environ['PET_MASTER_ADDR']}:{environ['PET_MASTER_PORT']}"
-    if hosts == 1 and meet is None:
+    if most == 1 and meet is None:
         return None
     if rank is None or meet is None:
         raise UsageError(
             f"--hosts {hosts}: give each host its number with --host-rank R, from 0, and all of them --meet HOST:PORT, "
             "an address of host 0 and a free port there."
         )
-    if hosts < 1 or not 0 <= rank < hosts:
+    if not 0 <= rank < most:
         raise UsageError(f"--host-rank {rank} of --hosts {hosts}: host ranks go from 0 to the number of hosts minus 1.")
-    return HostPlace(meet, hosts, rank)
+    return HostPlace(meet, least, rank) if rank < least else HostPlace(meet, 0, None)
+
+
+def _least_and_most(hosts: str) -> tuple[int, int]:
+    """`4` and `2:4` as two numbers."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", hosts)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise UsageError(f"--hosts {hosts}: how many hosts there are, as 4, or from 2 to 4 as 2:4.")
+    return least, most
+
+
+def workers_of(environ: Mapping[str, str]) -> int | None:
+    """How many workers a host is to have, as torchrun's operators say it; None where they leave it to the host."""
+    said = environ.get("PET_NPROC_PER_NODE", "")
+    return int(said) if said.isdigit() else None
+
+
+def is_operators_rank(environ: Mapping[str, str]) -> bool:
+    """Whether RANK is the number of a pod, as Kubeflow's PyTorchJob sets it, and not that of a worker."""
+    return ("PET_NNODES" in environ or "PET_RDZV_ENDPOINT" in environ) and "LOCAL_RANK" not in environ
 
 
 def _slurm_hosts(environ: Mapping[str, str]) -> HostPlace | None:
@@ -156,7 +189,7 @@ def _slurm_hosts(environ: Mapping[str, str]) -> HostPlace | None:
             "srun --ntasks-per-node=1 lockstep run -n WORKERS ... Or let srun start the workers: srun python train.py"
         )
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    port = _optional(environ, "MASTER_PORT") or _port_from(_optional(environ, "SLURM_JOB_ID") or 0)
+    port = _optional(environ, "MASTER_PORT") or port_from(_optional(environ, "SLURM_JOB_ID") or 0)
     return HostPlace(
         f"{environ.get('MASTER_ADDR') or first_host(nodes)}:{port}", hosts, _number(environ, "SLURM_NODEID")
     )
@@ -181,6 +214,8 @@ def read(environ: Mapping[str, str]) -> Launch:
         launch = _slurm(environ)
     elif "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
         launch = _openmpi(environ)
+    elif "PMI_RANK" in environ:
+        launch = _mpich(environ)
     elif "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != "1":
         raise LaunchError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not, so this process cannot know which worker "
@@ -228,7 +263,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
         size=size,
         local_rank=_optional(environ, "SLURM_LOCALID"),
         address=address,
-        port=_optional(environ, "MASTER_PORT") or _port_from(_optional(environ, "SLURM_JOB_ID") or 0),
+        port=_optional(environ, "MASTER_PORT") or port_from(_optional(environ, "SLURM_JOB_ID") or 0),
     )
 
 
@@ -250,7 +285,29 @@ def _openmpi(environ: Mapping[str, str]) -> Launch:
         local_rank=_optional(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
         local_size=local_size,
         address=address or LOOPBACK,
-        port=_optional(environ, "MASTER_PORT") or _port_from(sum(int(x) for x in re.findall(r"\d+", job))),
+        port=_optional(environ, "MASTER_PORT") or port_from(sum(int(x) for x in re.findall(r"\d+", job))),
+    )
+
+
+def _mpich(environ: Mapping[str, str]) -> Launch:
+    """MPICH and what is made of it (Intel MPI, MVAPICH): its process manager is called Hydra."""
+    size = _number(environ, "PMI_SIZE", needed_by="PMI_RANK")
+    local_size = _optional(environ, "MPI_LOCALNRANKS")
+    address = environ.get("MASTER_ADDR")
+    if address is None and local_size is not None and local_size < size:
+        raise LaunchError(
+            f"MPICH started {size} workers, {local_size} of them on this host, and MASTER_ADDR does not say where "
+            "they meet. Give it the first host: mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ..."
+        )
+    return Launch(
+        "mpich",
+        rank=_number(environ, "PMI_RANK"),
+        size=size,
+        local_rank=_optional(environ, "MPI_LOCALRANKID"),
+        local_size=local_size,
+        address=address or LOOPBACK,
+        # Hydra tells its processes no number of the job. Those of one host have its proxy as their parent.
+        port=_optional(environ, "MASTER_PORT") or port_from(os.getppid()),
     )
 
 
@@ -284,6 +341,7 @@ def _names(launch: Launch) -> str:
         "torchrun": "RANK and WORLD_SIZE",
         "slurm": "SLURM_PROCID and SLURM_NTASKS",
         "openmpi": "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
+        "mpich": "PMI_RANK and PMI_SIZE",
     }[launch.launcher]
 
 
@@ -309,7 +367,7 @@ def _optional(environ: Mapping[str, str], name: str) -> int | None:
     return _number(environ, name) if environ.get(name) else None
 
 
-def _port_from(job: int) -> int:
+def port_from(job: int) -> int:
     """A port below the range that systems hand out by themselves, the same for every worker of a job."""
     return 15000 + job % 15000
 

@@ -5,11 +5,13 @@ Needs no torch.
 
 import contextlib
 import os
+import resource
 import tempfile
 from collections.abc import Iterator
 
 from lockstep.errors import LaunchError, LockstepError
 
+MOST_FILES = 65_536
 _FULL_SHM = ("unable to allocate shared memory", "unable to write to file </torch", "Bus error", "out of shared memory")
 """What torch says of a full /dev/shm: by errors of its own, or of a process that the system has killed."""
 
@@ -28,6 +30,18 @@ def require_file_handles(number: int, who: str) -> None:
     finally:
         for fd in opened:
             os.close(fd)
+
+
+def raise_file_handles() -> None:
+    """Let this process, and what it starts, open as many files as it may allow itself, up to MOST_FILES.
+
+    Strangers who connect to a port of torch's store take one each, and the usual limit is 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def explain(error: BaseException, who: str) -> LockstepError | None:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import environment, events, faults, limits, seeds, torch_private
+from lockstep.comm import gloo_ports
 from lockstep.comm import group as groups
 from lockstep.comm.channel import MAC_BYTES, mac
 from lockstep.comm.generations import Generations
@@ -365,7 +366,8 @@ class World(Membership):
         if tuple(ranks) not in self._parts:
             if group is None:
                 options: dict[str, Any] = {"timeout": self.timeout + groups.MARGIN, "use_local_synchronization": True}
-                opened = dist.new_group(list(ranks), **options)
+                with gloo_ports.closed_afterwards(may_open_nccls=self.device.type == "cuda"):
+                    opened = dist.new_group(list(ranks), **options)
                 assert isinstance(opened, dist.ProcessGroup)
                 group = opened
             self._parts[tuple(ranks)] = self._in_group(group)

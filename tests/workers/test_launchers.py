@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import netns
 import pytest
 import torch.distributed as dist
 
@@ -38,7 +39,9 @@ ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid())}  # The port is made from the job's number.
 OTHER_SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid() + 1)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+OPENMPI = shutil.which("mpirun.openmpi")  # Debian's names, since both may be there, and `mpirun` is either.
+MPICH = shutil.which("mpiexec.hydra")
+MPIRUN = [OPENMPI, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
 TWO = ["0/2 local 0/2 1.5", "1/2 local 1/2 1.5"]
 
 
@@ -65,8 +68,10 @@ def started(tmp_path_factory):
         groups["slurm with a secret"] = [
             begin([sys.executable, script], SLURM_PROCID=n, SLURM_LOCALID=n, **secret) for n in "01"
         ]
-    if shutil.which("mpirun"):
+    if OPENMPI:
         groups["openmpi"] = [begin([*MPIRUN, script])]
+    if MPICH:
+        groups["mpich"] = [begin([MPICH, "-n", "2", sys.executable, script])]
     yield groups
     for process in itertools.chain(*groups.values()):
         process.kill()
@@ -112,6 +117,33 @@ def test_slurm(started):
     assert lines(started["slurm"]) == TWO
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
+@pytest.mark.skipif(OPENMPI is None, reason="needs Open MPI (Debian: openmpi-bin)")
 def test_openmpi(started):
     assert lines(started["openmpi"]) == TWO
+
+
+@pytest.mark.skipif(MPICH is None, reason="needs MPICH (Debian: mpich)")
+def test_mpich(started):
+    assert lines(started["mpich"]) == TWO
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif("FULL" not in os.environ, reason="needs FULL=1: real workers on two hosts")
+@pytest.mark.skipif(bool(netns.missing()), reason=netns.missing() or "-")
+@pytest.mark.parametrize("secret", ["", "5" * 32])
+def test_torchrun_over_two_hosts(tmp_path, secret):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with netns.hosts(2) as hosts:
+        place = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+        place += ["--rdzv-endpoint", f"{hosts[0].address}:29400"]
+        started = []
+        for rank, host in enumerate(hosts):
+            # Both have the same name here, by which torchrun would find out who serves.
+            own = ["--rdzv-conf", f"is_host={rank == 0}", "--local-addr", host.address]
+            command = [sys.executable, "-m", "torch.distributed.run", *place, *own, "train.py"]
+            started.append(host.start(command, tmp_path, f"said{rank}", OMP_NUM_THREADS="1", LOCKSTEP_SECRET=secret))
+        codes = [process.wait(170) for process in started]
+    said = [(tmp_path / f"said{rank}").read_text() for rank in (0, 1)]
+    found = sorted(line for text in said for line in text.splitlines() if " local " in line)
+    assert codes == [0, 0], said
+    assert found == [f"{rank}/4 local {rank % 2}/2 2.5" for rank in range(4)], said

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only the command that was asked for is imported.
     names = words[:1] if words and words[0] in COMMANDS else COMMANDS
     modules = {name: importlib.import_module(f"lockstep.cli.{name}") for name in names}
-    args = make_parser(modules.values()).parse_args(words)
+    args = make_parser(modules.values()).parse_args(words, argparse.Namespace(words=words[1:]))
     try:
         status: int = modules[args.command].run(args)
     except (LaunchError, UsageError) as error:

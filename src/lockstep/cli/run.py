@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import environment, terminal
@@ -37,11 +39,12 @@ docs/elastic.md.
 
 
 _HOSTS = """\
-Run this command on every host, with the same --meet, --hosts and secret, and a --host-rank of its own. The secret
-keeps everybody else out; it comes from LOCKSTEP_SECRET or a file, and one is made by: openssl rand -hex 16
+With --hosts a,b,c or a --hostfile this command starts itself on each host over ssh, in the same folder. Else run it on
+every host, with the same --meet, --hosts and secret, and a --host-rank of its own. The secret keeps everybody else out;
+it comes from LOCKSTEP_SECRET or a file, and one is made by: openssl rand -hex 16
 -n is the number of workers on this host; hosts may differ. Under Slurm (srun lockstep run) hosts, rank and place are
-known, in a Kubernetes Job the rank. torchrun's --nnodes, --node-rank and --rdzv-endpoint mean the same.
-See docs/hosts.md.
+known, in a Kubernetes Job the rank. torchrun's --nnodes, --node-rank, --rdzv-endpoint and --nproc-per-node mean the
+same. See docs/hosts.md.
 """
 
 
@@ -54,7 +57,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-n", "--workers", type=int, metavar="N", help="number of workers (default: one per GPU, or per core without)"
+        "-n",
+        "--workers",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=_count,
+        metavar="N",
+        help="number of workers (default: one per GPU, or per core without)",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument(
@@ -70,7 +79,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="record where the time goes and who is slow, in the folder `run`, or FOLDER with --watch=FOLDER",
     )
     _allow_value(parser, "--watch", "--watch-in")
+    parser.add_argument("--devices", metavar="0,2", help="use these GPUs only")
+    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="a variable for the workers")
+    parser.add_argument(
+        "--bind",
+        choices=("numa", "none"),
+        default="numa",
+        help="keep each worker on the cores of its GPU's NUMA node, or its share of the nodes (default), or not",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
     parser.add_argument("--no-prefix", action="store_true", help="relay lines without the worker's number")
+    parser.add_argument("--only", type=_ranks, metavar="0,1", help="show the output of these workers only")
+    parser.add_argument(
+        "-q", "--quiet", dest="only", action="store_const", const=(), help="show no worker's output but the first error"
+    )
+    parser.add_argument("--log-dir", metavar="DIR", help="keep the output of worker R in DIR/worker-R.log")
     parser.add_argument(
         "--notice",
         type=_seconds,
@@ -90,7 +113,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     elastic.add_argument("--name", metavar="NAME", help="a name for `lockstep resize NAME N`, besides the process id")
     hosts = parser.add_argument_group("several hosts", _HOSTS)
-    hosts.add_argument("--hosts", "--nnodes", type=int, metavar="H", help="how many hosts: run this on each of them")
+    hosts.add_argument(
+        "--hosts",
+        "--nnodes",
+        metavar="H | a,b,c",
+        help="how many hosts, to run this on each of them (2:4: from 2 to 4); or their names, to start them by ssh",
+    )
+    hosts.add_argument("--hostfile", metavar="FILE", help="as --hosts a,b,c: a host a line, `node0` or `node0 slots=8`")
+    hosts.add_argument(
+        "--ssh", default="ssh", metavar="COMMAND", help='how hosts are reached, as "ssh -p 2222" (default: %(default)s)'
+    )
     hosts.add_argument(
         "--host-rank", "--node-rank", "--node_rank", type=int, metavar="R", help="this host's number, from 0"
     )
@@ -107,7 +139,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="etcd://A:2379,B:2379,C:2379",
         help="meet in an etcd cluster instead of at host 0, so that any host may die in an elastic run",
     )
-    hosts.add_argument("--secret-file", metavar="FILE", help="holds the run's secret (default: LOCKSTEP_SECRET)")
+    hosts.add_argument(
+        "--secret-file", metavar="FILE", help="holds the run's secret, - is stdin (default: LOCKSTEP_SECRET)"
+    )
     hosts.add_argument(
         "--meet-timeout",
         type=_seconds,
@@ -117,6 +151,22 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("script", metavar="SCRIPT", help="a Python script, or a module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def _count(word: str) -> int | None:
+    """A number of workers, or one of torchrun's words for as many as there are devices."""
+    if word in ("auto", "gpu", "cpu"):
+        return None
+    try:
+        return int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word} is no whole number, gpu or auto") from None
+
+
+def _ranks(word: str) -> tuple[int, ...]:
+    if not all(rank.strip().isdigit() for rank in word.split(",")):
+        raise argparse.ArgumentTypeError(f"{word}: give the workers' numbers, as 0 or 0,4")
+    return tuple(map(int, word.split(",")))
 
 
 def _seconds(word: str) -> float:
@@ -143,24 +193,100 @@ def _allow_value(parser: argparse.ArgumentParser, option: str, inner: str) -> No
 
 def run(args: argparse.Namespace) -> int:
     """Run the workers; returns the exit code of the first failure, or 0."""
-    from lockstep.start import command
+    from lockstep.start import command, ssh
+    from lockstep.start.relay import Output
 
+    if args.hostfile or (args.hosts and not args.hosts.replace(":", "").isdigit()):
+        return _run_by_ssh(args)
+    _set_environment(args)
+    worker = command.python_command(args.script, args.args, as_module=args.module)
+    elastic = _elastic(args)
+    if args.dry_run:
+        return _show_plan(args, worker)
+    hosts = _hosts(args)
+    if args.secret_file == environment.STDIN:
+        ssh.end_with_stdin()
     outcome = command.run(
-        command.python_command(args.script, args.args, as_module=args.module),
+        worker,
         workers=args.workers,
         threads=args.threads,
-        prefix=not args.no_prefix,
+        output=Output(not args.no_prefix, args.only, Path(args.log_dir) if args.log_dir else None),
         notice=timedelta(seconds=args.notice),
         watch=args.watch,
-        elastic=_elastic(args),
+        elastic=elastic,
         name=args.name,
-        hosts=_hosts(args),
+        hosts=hosts,
     )
     style = Style.RED if outcome.failure else Style.YELLOW
     for text in closing_words(outcome):
         is_ours = text.startswith("lockstep run: ")
         print(terminal.styled(text, style, sys.stderr) if is_ours else text, file=sys.stderr)
     return outcome.status
+
+
+def _run_by_ssh(args: argparse.Namespace) -> int:
+    """Have this same command run on every host of a list."""
+    from lockstep.start import ssh
+
+    if args.host_rank is not None or args.join is not None or args.secret_file is not None:
+        raise UsageError("a list of hosts says who is who: leave out --host-rank, --join and --secret-file.")
+    hosts = ssh.read_hostfile(args.hostfile) if args.hostfile else ssh.parse_hosts(args.hosts)
+    _elastic(args)
+    meet = args.store or args.meet or ssh.meeting_point(hosts, args.ssh)
+    count = len(args.words) - len(args.args) - 1
+    options, script = [word for word in args.words[:count] if word not in ("--", "--dry-run")], args.words[count:]
+    started = ssh.commands(hosts, args.ssh, "" if args.store else meet, options, script)
+    if args.dry_run:
+        print("\n".join(shlex.join(words) for words in started))
+        print("The run's secret goes to each of them by its stdin.", file=sys.stderr)
+        return 0
+    return ssh.run(hosts, started, ssh.secret_of_run(), is_elastic=args.elastic)
+
+
+def _set_environment(args: argparse.Namespace) -> None:
+    """What the workers inherit from this process."""
+    from lockstep.start import host
+
+    for pair in args.env:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise UsageError(f"--env {pair}: give NAME=VALUE.")
+        os.environ[name] = value
+    if args.devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = host.chosen_devices(args.devices, os.environ)
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # Else 0 is the fastest, and not the first.
+    if args.bind == "none":
+        os.environ[host.BIND] = "none"
+
+
+def _show_plan(args: argparse.Namespace, worker: list[str]) -> int:
+    """Print what would be started on this host: of each worker what it gets by its environment, and its command."""
+    from lockstep.start import host
+
+    size = host.num_workers(args.workers)
+    place = environment.hosts_of(os.environ, args.hosts, args.host_rank, args.store or args.meet, args.join)
+    num_threads = host.num_threads(args.threads, size, os.environ)
+    if place is not None:
+        who = "joins the run" if place.rank is None else f"is host {place.rank} of {place.hosts}, which meet"
+        print(f"this host {who} at {place.meet}; ranks follow those of the hosts before it")
+    for rank in range(size):
+        told = host.variables(
+            os.environ,
+            rank=rank,
+            size=size,
+            port=0,
+            num_threads=num_threads,
+            secret="made when it starts",
+            own_store="",
+        )
+        chosen = {environment.SECRET, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
+        chosen |= {"RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} if place is not None else set()
+        shown = {name: value for name, value in sorted(told.items()) if name not in chosen}
+        shown |= dict(pair.split("=", 1) for pair in args.env)
+        if args.devices is not None:
+            shown["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
+        print(shlex.join([*(f"{name}={value}" for name, value in shown.items()), *worker]))
+    return 0
 
 
 def _elastic(args: argparse.Namespace) -> "Elastic | None":
@@ -192,8 +318,8 @@ def _hosts(args: argparse.Namespace) -> "HostOptions | None":
     if place is None:
         return None
     secret = environment.required_secret(os.environ, args.secret_file)
-    if args.join and not args.elastic:
-        raise UsageError("--join adds a host to an elastic run: give --elastic too.")
+    if place.rank is None and not args.elastic:
+        raise UsageError("a host joins an elastic run only (--join, --hosts LEAST:MOST): give --elastic too.")
     return HostOptions(place.meet, secret, place.hosts, place.rank, timedelta(seconds=args.meet_timeout))
 
 

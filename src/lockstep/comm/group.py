@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import environment, torch_private
-from lockstep.comm import meeting, shm
+from lockstep.comm import gloo_ports, meeting, shm
 from lockstep.comm.flat_group import FlatGroup, Spans
 from lockstep.comm.generations import Generation, Generations
 from lockstep.comm.peers import Peer, Peers
@@ -101,13 +101,14 @@ def meet(launch: Launch, device: torch.device, backend: str | None, timeout: tim
     name = backend or choose_backend(device, peers)
     shm.register()
     try:
-        dist.init_process_group(
-            name,
-            store=dist.PrefixStore("group", store),
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timeout + MARGIN,
-        )
+        with gloo_ports.closed_afterwards():
+            dist.init_process_group(
+                name,
+                store=dist.PrefixStore("group", store),
+                rank=launch.rank,
+                world_size=launch.size,
+                timeout=timeout + MARGIN,
+            )
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"worker {launch.rank}: backend {name!r} could not be opened: {error}. {meeting.addresses(peers)}"
@@ -153,9 +154,10 @@ def _open(generations: Generations, generation: Generation, device: torch.device
     shm.register()
     # Else NCCL ends the process of whoever has lost a peer. Recovery ends its groups, and opens others.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    dist.init_process_group(
-        name, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=min(FORMING, timeout)
-    )
+    with gloo_ports.closed_afterwards():
+        dist.init_process_group(
+            name, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=min(FORMING, timeout)
+        )
     group = dist.group.WORLD
     assert group is not None
     if isinstance(group, FlatGroup):
@@ -204,12 +206,13 @@ def choose_backend(device: torch.device, peers: Sequence[Peer]) -> str:
 
 def new_group(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """Another group of the workers of `group`, every one of which must call this; `timeout` is the world's."""
-    opened = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timeout + MARGIN,
-        backend=backend,
-        use_local_synchronization=dist.get_world_size() > 1,
-    )
+    with gloo_ports.closed_afterwards(may_open_nccls="nccl" in backend):
+        opened = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timeout + MARGIN,
+            backend=backend,
+            use_local_synchronization=dist.get_world_size() > 1,
+        )
     assert isinstance(opened, dist.ProcessGroup)
     return opened
 

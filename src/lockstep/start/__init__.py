@@ -3,6 +3,7 @@
 In the order in which a launch passes through them:
 
     command     `lockstep run`: a script or module on every worker
+    ssh         `lockstep run` on a list of hosts
     hosts       the launchers of several hosts: how they meet, hear of each other, and end together
     run_keys    what launchers tell each other, and hear of the workers
     elastic     who is replaced, and when a run is over whose workers come and go

@@ -91,7 +91,7 @@ class Outbox:
             )
             self.raised(failed.with_traceback(error.__traceback__))
         else:
-            self._send(ReportKind.RETURNED, pickled)
+            self.send(ReportKind.RETURNED, pickled)
 
     def raised(self, error: BaseException, kind: ReportKind = ReportKind.RAISED) -> None:
         """Send an exception, as itself where possible."""
@@ -100,13 +100,18 @@ class Outbox:
         except Exception:
             pickled = None
         summary = "".join(traceback.format_exception_only(error)).strip()
-        self._send(kind, pickle.dumps(Raised(summary, "".join(traceback.format_exception(error)), pickled)))
+        self.send(kind, pickle.dumps(Raised(summary, "".join(traceback.format_exception(error)), pickled)))
 
-    def _send(self, kind: ReportKind, pickled: bytes) -> None:
+    def send(self, kind: ReportKind, pickled: bytes) -> None:
+        """Send what has been pickled, and let go of the pipe."""
         for part in ((len(pickled) + 1).to_bytes(_LENGTH_BYTES), kind.value, pickled):
             unsent = memoryview(part)
             while unsent:
                 unsent = unsent[os.write(self._fd, unsent[:_CHUNK_BYTES]) :]
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the pipe."""
         os.close(self._fd)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+from lockstep import limits
 from lockstep.comm.etcd import Deposed
 from lockstep.elastic.coordinator import PREFIX as DECISIONS
 from lockstep.environment import WATCH, shows_all_frames
@@ -26,12 +27,13 @@ from lockstep.start.elastic_hosts import ElasticRun, HostWorkers, Place
 from lockstep.start.failure import Failure, StderrTail, error_line, first, fold, how, lost_ranks
 from lockstep.start.hosts import FAREWELL_S, HostOptions, Launchers, Others
 from lockstep.start.process import Warden, Worker
-from lockstep.start.relay import OutputStream, Relay
+from lockstep.start.relay import Output, OutputStream, Relay
 from lockstep.start.run_keys import PREFIX, Alone
 from lockstep.start.supervisor import NOTICE, Rendezvous, Supervisor, collected_signals, resizing_signals
 
 _READ_S = 0.5
 """How long the rest of an ended worker's output may take to be read."""
+_PIPES = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 _TEARDOWN = timedelta(seconds=10)
 """A traceback that is older than this when its worker ends was not the reason, but something that was caught."""
 
@@ -80,7 +82,7 @@ def run(
     *,
     workers: int | None = None,
     threads: int | None = None,
-    prefix: bool = True,
+    output: Output = Output(),  # noqa: B008 (frozen)
     notice: timedelta = NOTICE,
     watch: str | None = None,
     elastic: Elastic | None = None,
@@ -89,6 +91,7 @@ def run(
 ) -> RunOutcome:
     """Run `command` as `workers` workers and return when all have ended; called in the main thread.
 
+    output: what is shown of the workers' output, and where it is kept.
     watch: the folder in which the run is recorded, if it is to be watched.
     elastic: have the run outlive its workers, see `start/elastic.py`.
     name: under which `lockstep resize` finds an elastic run of one host.
@@ -100,7 +103,9 @@ def run(
     size = host.num_workers(workers)
     num_threads = host.num_threads(threads, size, os.environ)
     host.refuse_nesting(os.environ)
+    limits.raise_file_handles()
     host.require_file_handles(size)
+    output.open_logs()
     if elastic is not None:
         elastic.check(size if hosts is None else None)
     asked: dict[str, object] = {"hosts": hosts.hosts, "elastic": elastic is not None} if hosts is not None else {}
@@ -112,9 +117,9 @@ def run(
                 launchers = stack.enter_context(contextlib.closing(Launchers(hosts, size, asked, lambda: not signals)))
             if elastic is not None:
                 if launchers is None:
-                    return _run_elastic(command, size, num_threads, prefix, watch, elastic, name, signals)
-                return _run_elastic_on_hosts(command, size, num_threads, prefix, watch, elastic, signals, launchers)
-            return _run_fixed(command, size, num_threads, prefix, notice, watch, signals, launchers)
+                    return _run_elastic(command, size, num_threads, output, watch, elastic, name, signals)
+                return _run_elastic_on_hosts(command, size, num_threads, output, watch, elastic, signals, launchers)
+            return _run_fixed(command, size, num_threads, output, notice, watch, signals, launchers)
     except Alone as alone:
         return RunOutcome(size, None, signals[0] if signals else 0, lost=str(alone))
 
@@ -123,7 +128,7 @@ def _run_fixed(
     command: Sequence[str],
     size: int,
     num_threads: int | None,
-    prefix: bool,
+    output: Output,
     notice: timedelta,
     watch: str | None,
     signals: Sequence[int],
@@ -141,13 +146,14 @@ def _run_fixed(
             total, num_threads, rendezvous, warden, lambda: len(signals) > 1, first_rank=first_rank, local_size=size
         )
         # A single worker has the terminal to itself.
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if total > 1 else {}
+        has_pipes = total > 1 or launchers is not None or not output.is_plain
+        pipes = _PIPES if has_pipes else {}
         if launchers is not None:
             launchers.start(lambda: _kill(supervisor))
         processes = [
             supervisor.execute(command, _environ(supervisor.variables(rank), watch), **pipes) for rank in range(size)
         ]
-        relay = Relay(_streams(processes, tails, prefix, first_rank))
+        relay = Relay(_streams(processes, tails, output, first_rank) if has_pipes else [])
         relay.start()
         others = Others(launchers, rendezvous) if launchers is not None else None
         signum = _watch(supervisor, signals, relay, tails, notice, others)
@@ -160,11 +166,13 @@ def _run_fixed(
     failure = first(failures)
     _show_held(relay, failure, {each.rank for each in failures})
     if failure is None:
-        return RunOutcome(total, None, signum, has_met=has_met, lost=lost)
+        return RunOutcome(total, None, signum, has_met=has_met, lost=lost, is_relayed=has_pipes)
     log = _keep_stderr(watch, here) if watch is not None and here else None
     culprit = _culprit(failure, supervisor.workers) if failure.is_consequence else ""
     shown = failure.stderr if shows_all_frames(os.environ) else fold(failure.stderr)
-    return RunOutcome(total, replace(failure, stderr=shown, culprit=culprit), signum, log=log, lost=lost)
+    return RunOutcome(
+        total, replace(failure, stderr=shown, culprit=culprit), signum, log=log, lost=lost, is_relayed=has_pipes
+    )
 
 
 def _kill(supervisor: Supervisor) -> None:
@@ -177,7 +185,7 @@ def _run_elastic(
     command: Sequence[str],
     size: int,
     num_threads: int | None,
-    prefix: bool,
+    output: Output,
     watch: str | None,
     options: Elastic,
     name: str | None,
@@ -197,18 +205,10 @@ def _run_elastic(
 
         def start(slot: int) -> None:
             environ = _environ(supervisor.variables(slot, member=len(supervisor.workers)), watch)
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            process = supervisor.execute(command, environ, **pipes)
+            process = supervisor.execute(command, environ, **_PIPES)
             member = len(tails)
             tails.append(StderrTail())
-            assert process.stdout is not None and process.stderr is not None
-            holds = not shows_all_frames(os.environ)
-            relay.add(
-                [
-                    OutputStream(member, process.stdout.fileno(), 1, None, prefix),
-                    OutputStream(member, process.stderr.fileno(), 2, tails[member], prefix, holds),
-                ]
-            )
+            relay.add(output.streams(member, process, tails[member], holds=not shows_all_frames(os.environ)))
             processes.append(process)
 
         def last_words(member: int) -> str:
@@ -256,7 +256,7 @@ def _run_elastic_on_hosts(
     command: Sequence[str],
     size: int,
     num_threads: int | None,
-    prefix: bool,
+    output: Output,
     watch: str | None,
     options: Elastic,
     signals: Sequence[int],
@@ -287,17 +287,9 @@ def _run_elastic_on_hosts(
 
         def start(slot: int, member: int) -> None:
             environ = _environ(supervisor.variables(slot, member=member), watch)
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            process = supervisor.execute(command, environ, rank=member, **pipes)
+            process = supervisor.execute(command, environ, rank=member, **_PIPES)
             tails[member] = StderrTail()
-            assert process.stdout is not None and process.stderr is not None
-            holds = not shows_all_frames(os.environ)
-            relay.add(
-                [
-                    OutputStream(member, process.stdout.fileno(), 1, None, prefix),
-                    OutputStream(member, process.stderr.fileno(), 2, tails[member], prefix, holds),
-                ]
-            )
+            relay.add(output.streams(member, process, tails[member], holds=not shows_all_frames(os.environ)))
             processes.append(process)
 
         def failure_of(worker: Worker) -> Failure:
@@ -466,15 +458,14 @@ def _keep_stderr(watch: str, failures: list[Failure]) -> Path | None:
 
 
 def _streams(
-    processes: Sequence[subprocess.Popen[bytes]], tails: Sequence[StderrTail], prefix: bool, first_rank: int
+    processes: Sequence[subprocess.Popen[bytes]], tails: Sequence[StderrTail], output: Output, first_rank: int
 ) -> list[OutputStream]:
-    streams = []
-    for rank, (process, tail) in enumerate(zip(processes, tails, strict=True), first_rank):
-        if process.stdout is not None and process.stderr is not None:
-            streams.append(OutputStream(rank, process.stdout.fileno(), 1, None, prefix))
-            holds = not shows_all_frames(os.environ)
-            streams.append(OutputStream(rank, process.stderr.fileno(), 2, tail, prefix, holds))
-    return streams
+    holds = not shows_all_frames(os.environ)
+    return [
+        stream
+        for rank, (process, tail) in enumerate(zip(processes, tails, strict=True), first_rank)
+        for stream in output.streams(rank, process, tail, holds=holds)
+    ]
 
 
 def _failures(workers: Sequence[Worker], tails: Sequence[StderrTail], hang_at_exit: bool) -> list[Failure]:

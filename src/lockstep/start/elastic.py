@@ -169,7 +169,7 @@ class ElasticWorkers:
         ends = []
         for worker in self.running:
             try:
-                ends.append(os.pidfd_open(worker.pid))
+                ends.append(worker.end_fd())
             except OSError:
                 seconds = 0.0
         try:

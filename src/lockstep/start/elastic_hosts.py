@@ -129,7 +129,7 @@ class HostWorkers:
         ends = []
         for worker in self.running:
             try:
-                ends.append(os.pidfd_open(worker.pid))
+                ends.append(worker.end_fd())
             except OSError:
                 seconds = 0.0
         fds = ends if news_fd is None else [news_fd, *ends]

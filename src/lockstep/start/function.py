@@ -12,10 +12,10 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lockstep import environment
-from lockstep.environment import shows_all_frames
+from lockstep.environment import LOOPBACK, shows_all_frames
 from lockstep.errors import LaunchError, UsageError, WorkerFailed, WorkerLost
 from lockstep.start import host
 from lockstep.start.call import (
@@ -80,18 +80,43 @@ def launch(
     host.refuse_nesting(os.environ)
     size = host.num_workers(workers)
     host.require_file_handles(size)
-    call, deadline = _checked(fn, args, kwargs), _deadline(timeout)
+    call, deadline = checked_call(fn, args, kwargs), deadline_after(timeout)
     num_threads = host.num_threads(threads, size, os.environ)
-    if elastic is not False:
-        outcome = _run_elastic(_starter(call, threads), size, num_threads, deadline, _limits(elastic, size))
-    else:
-        outcome = _run(_starter(call, threads), size, num_threads, deadline)
+    outcome = run_call(_starter(call, threads), size, num_threads, deadline, limits_of(elastic, size))
     if isinstance(outcome, BaseException):
         raise outcome from None  # Here, so that of our own frames the traceback shows this one.
     return outcome
 
 
-def _checked(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> FunctionCall:
+class Starter(Protocol):
+    """Starts the processes of workers that run one function."""
+
+    def start(self, rank: int, outbox_fd: int, supervisor: Supervisor, variables: Mapping[str, str]) -> None:
+        """Start the next worker, which reports to `outbox_fd`: it becomes the supervisor's last one."""
+
+    def close(self) -> None:
+        """Let go of what is no worker's; all have ended."""
+
+
+def run_call(
+    starter: Starter,
+    size: int,
+    num_threads: int | None,
+    deadline: float,
+    limits: Elastic | None,
+    address: str = LOOPBACK,
+) -> list[Any] | BaseException:
+    """Start, watch, end; then the results, or the first failure as what is to be raised.
+
+    deadline: on the monotonic clock. limits: of an elastic run. address: of this host, as the workers reach it.
+    """
+    if limits is not None:
+        return _run_elastic(starter, size, num_threads, deadline, limits, address)
+    return _run(starter, size, num_threads, deadline, address)
+
+
+def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> FunctionCall:
+    """The call; UsageError for what is none."""
     if not callable(fn):
         raise UsageError(f"launch({fn!r}): the first argument must be a function that every worker calls.")
     if not isinstance(args, (tuple, list)):
@@ -99,7 +124,10 @@ def _checked(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     return functools.partial(fn, *args, **(kwargs or {}))
 
 
-def _limits(elastic: bool | Elastic, size: int) -> Elastic:
+def limits_of(elastic: bool | Elastic, size: int) -> Elastic | None:
+    """The limits that `elastic` stands for, which `size` workers must fit; None where it is False."""
+    if elastic is False:
+        return None
     if not isinstance(elastic, bool | Elastic):
         raise UsageError(f"launch(elastic={elastic!r}): must be True, False or a lockstep.Elastic.")
     limits = elastic if isinstance(elastic, Elastic) else Elastic()
@@ -107,7 +135,8 @@ def _limits(elastic: bool | Elastic, size: int) -> Elastic:
     return limits
 
 
-def _deadline(timeout: timedelta | float | None) -> float:
+def deadline_after(timeout: timedelta | float | None) -> float:
+    """When `timeout` is over, on the monotonic clock."""
     if timeout is None:
         return float("inf")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -124,9 +153,9 @@ def _starter(call: FunctionCall, threads: int | None) -> FreshStarter | ForkStar
 
 
 def _run(
-    starter: FreshStarter | ForkStarter, size: int, num_threads: int | None, deadline: float
+    starter: Starter, size: int, num_threads: int | None, deadline: float, address: str
 ) -> list[Any] | BaseException:
-    """Start, watch, end; then the results, or the first failure as what is to be raised."""
+    """As `run_call`, with workers that stay the same."""
     inboxes: list[Inbox] = []
     cell = open_cell() if isinstance(starter, FreshStarter) else None
 
@@ -143,7 +172,7 @@ def _run(
 
     with (
         contextlib.closing(starter),
-        contextlib.closing(Rendezvous()) as rendezvous,
+        contextlib.closing(Rendezvous(address=address)) as rendezvous,
         contextlib.closing(Warden()) as warden,
     ):
         supervisor = Supervisor(size, num_threads, rendezvous, warden)
@@ -166,7 +195,7 @@ def _run(
 
 
 def _start(
-    starter: FreshStarter | ForkStarter,
+    starter: Starter,
     number: int,
     supervisor: Supervisor,
     variables: Mapping[str, str],
@@ -187,7 +216,7 @@ def _start(
 
 
 def _run_elastic(
-    starter: FreshStarter | ForkStarter, size: int, num_threads: int | None, deadline: float, limits: Elastic
+    starter: Starter, size: int, num_threads: int | None, deadline: float, limits: Elastic, address: str
 ) -> list[Any] | BaseException:
     """As `_run`, but workers come and go; results and failures are those of the last generation's members."""
     inboxes: list[Inbox] = []
@@ -202,7 +231,7 @@ def _run_elastic(
 
     with (
         contextlib.closing(starter),
-        contextlib.closing(Rendezvous()) as rendezvous,
+        contextlib.closing(Rendezvous(address=address)) as rendezvous,
         contextlib.closing(Warden()) as warden,
     ):
         supervisor = Supervisor(limits.max or size, num_threads, rendezvous, warden)

@@ -10,11 +10,16 @@ once, at the end, where it can be told which worker was the first to fail. One t
 import os
 import select
 import selectors
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO
 
+from lockstep.errors import LaunchError
 from lockstep.start.failure import StderrTail
 
 _CHUNK_BYTES = 1 << 16
@@ -86,6 +91,10 @@ class OutputStream:
     """Whether the worker's number is put before each of them."""
     holds: bool = True
     """Whether tracebacks are held back."""
+    is_shown: bool = True
+    """Whether its lines go there at all."""
+    log: BinaryIO | None = None
+    """Gets every line too, as it comes and without the worker's number."""
     lines: LineSplitter = field(default_factory=LineSplitter)
     held: list[bytes] = field(default_factory=list)
     """The last traceback and what came after it, while they are held back."""
@@ -96,7 +105,9 @@ class OutputStream:
         """What is to be written now that `data` has arrived; no data means the end of the stream."""
         now = time.monotonic()
         ready: list[bytes] = []
-        for line in self.lines.feed(data, now) if data else self.lines.end():
+        lines = self.lines.feed(data, now) if data else self.lines.end()
+        self._keep(lines, is_last=not data)
+        for line in lines:
             # torch's own mark, which it puts before each line of a traceback once a group is open.
             plain = line.removeprefix(b"[rank%d]: " % self.rank)
             ready += self._sort(plain if self.has_prefix else line, plain, now)
@@ -113,8 +124,23 @@ class OutputStream:
 
     def format(self, lines: list[bytes]) -> bytes:
         """Lines as they are written."""
+        if not self.is_shown:
+            return b""
         mark = b"[%d] " % self.rank if self.has_prefix else b""
         return b"".join(mark + line + b"\n" for line in lines)
+
+    def _keep(self, lines: list[bytes], *, is_last: bool) -> None:
+        """Write lines to the log; one that cannot be written ends it, and the worker does not notice."""
+        if self.log is None:
+            return
+        try:
+            self.log.write(b"".join(line + b"\n" for line in lines))
+        except OSError as error:
+            print(f"lockstep: the log of worker {self.rank} ends here: {error}", file=sys.stderr, flush=True)
+            is_last = True
+        if is_last:
+            self.log.close()
+            self.log = None
 
     def _sort(self, line: bytes, plain: bytes, now: float) -> list[bytes]:
         """Take in one line, and hold it back if it belongs to a traceback; returns the lines that need not wait."""
@@ -131,6 +157,44 @@ class OutputStream:
             self.held.append(line)
             return ready
         return [*ready, line]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What becomes of the workers' output."""
+
+    prefix: bool = True
+    """Whether each line that is shown begins with the worker's number."""
+    only: tuple[int, ...] | None = None
+    """The workers whose output is shown; all, if None."""
+    log_dir: Path | None = None
+    """Where each worker's output is kept, in a file of its own."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a single worker may have the terminal to itself."""
+        return self.only is None and self.log_dir is None
+
+    def open_logs(self) -> None:
+        """Make the folder; LaunchError if that cannot be."""
+        if self.log_dir is not None:
+            try:
+                self.log_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(f"--log-dir {self.log_dir} cannot be made: {error}.") from error
+
+    def streams(
+        self, rank: int, process: subprocess.Popen[bytes], tail: StderrTail, *, holds: bool
+    ) -> list[OutputStream]:
+        """The two of a worker whose output comes through pipes."""
+        is_shown = self.only is None or rank in self.only
+        streams = []
+        for pipe, to_fd, kept in ((process.stdout, 1, None), (process.stderr, 2, tail)):
+            assert pipe is not None
+            # Both write to the end of one file, line by line; what an earlier run has left there stays.
+            log = None if self.log_dir is None else (self.log_dir / f"worker-{rank}.log").open("ab", buffering=0)
+            streams.append(OutputStream(rank, pipe.fileno(), to_fd, kept, self.prefix, holds, is_shown, log))
+        return streams
 
 
 class Relay(threading.Thread):

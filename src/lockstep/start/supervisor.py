@@ -81,8 +81,11 @@ class Rendezvous:
     is `resting`.
     """
 
-    def __init__(self, launchers: Launchers | None = None) -> None:
-        """`launchers`: of the run's hosts, where it has several. Then the first of them serves the stores."""
+    def __init__(self, launchers: Launchers | None = None, address: str = LOOPBACK) -> None:
+        """Begin to listen, at `address`, which workers elsewhere may reach.
+
+        launchers: of the run's hosts, where it has several. Then the first of them serves the stores.
+        """
         self.secret: str = secrets.token_hex(SECRET_BYTES) if launchers is None else launchers.options.secret
         """What workers are told, by their environment, and nobody else is."""
         self._launchers = launchers
@@ -90,7 +93,7 @@ class Rendezvous:
         self._torch_store: object = None
         self._told: set[int] = set()
         """Ranks of the workers whose end has been told."""
-        self.address = LOOPBACK
+        self.address = address
         """Where torch's own store is, with `port`."""
         self.interface = ""
         """The interface that leads to the workers of other hosts; empty where there are none."""
@@ -104,12 +107,12 @@ class Rendezvous:
             self.own_store, self.interface = launchers.own_store, launchers.interface
             return
         try:
-            self._torch_listener = socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
+            self._torch_listener = socket.create_server((address, 0), backlog=_BACKLOG)
             self.port = self._torch_listener.getsockname()[1]
-            self._listener, self.own_store = _listen()
+            self._listener, self.own_store = _listen(address)
         except OSError as error:
             raise LaunchError(
-                f"no port could be opened on {LOOPBACK}, where the workers are to meet: {error}. Is loopback up?"
+                f"no port could be opened on {address}, where the workers are to meet: {error}. Is loopback up?"
             ) from error
 
     @property
@@ -192,11 +195,11 @@ class Rendezvous:
             self._set(f"lockstep/{world}/ended/{worker.rank}", to_peers(worker.code))
 
 
-def _listen() -> tuple[socket.socket, str]:
-    """A socket for our own store, and what workers call it: a name in no file system, or a port of loopback."""
-    if sys.platform != "linux":
-        listener = socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
-        return listener, f"{LOOPBACK}:{listener.getsockname()[1]}"
+def _listen(address: str) -> tuple[socket.socket, str]:
+    """A socket for our own store, and what workers call it: on one host a name in no file system, else a port."""
+    if sys.platform != "linux" or address != LOOPBACK:
+        listener = socket.create_server((address, 0), backlog=_BACKLOG)
+        return listener, f"{address}:{listener.getsockname()[1]}"
     name = f"lockstep-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("\0" + name)
