@@ -107,8 +107,18 @@ class _ActorStarter:
         """The bundle of each slot: ranks go by node."""
         self._nodes = [nodes[index] for index in self._order]
 
-    def start(self, rank: int, outbox_fd: int, supervisor: Supervisor, variables: Mapping[str, str]) -> None:
-        """Start worker `rank`, which reports to `outbox_fd`, with these variables in its environment."""
+    def start(
+        self,
+        rank: int,
+        outbox_fd: int,
+        supervisor: Supervisor,
+        variables: Mapping[str, str],
+        output: Mapping[str, int] | None = None,
+    ) -> None:
+        """Start worker `rank`, which reports to `outbox_fd`, with these variables in its environment.
+
+        What it prints goes where Ray has it go.
+        """
         if not ray.is_initialized():  # It would connect again, by itself.
             raise LaunchError("ray.shutdown() was called while workers were to be started.")
         slot = int(variables["RANK"])

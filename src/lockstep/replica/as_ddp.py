@@ -25,7 +25,7 @@ from lockstep.errors import UsageError
 from lockstep.replica import agreement
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.engine import Engine
-from lockstep.replica.layout import BUCKET_BYTES
+from lockstep.replica.granularity import BUCKET_BYTES
 from lockstep.replica.local_params import local_part
 from lockstep.replica.step_state import JoinMode
 from lockstep.replica.wrapping import DataWorlds, WrapOptions, data_worlds

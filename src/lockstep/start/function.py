@@ -91,8 +91,18 @@ def launch(
 class Starter(Protocol):
     """Starts the processes of workers that run one function."""
 
-    def start(self, rank: int, outbox_fd: int, supervisor: Supervisor, variables: Mapping[str, str]) -> None:
-        """Start the next worker, which reports to `outbox_fd`: it becomes the supervisor's last one."""
+    def start(
+        self,
+        rank: int,
+        outbox_fd: int,
+        supervisor: Supervisor,
+        variables: Mapping[str, str],
+        output: Mapping[str, int] | None = None,
+    ) -> None:
+        """Start the next worker, which reports to `outbox_fd`: it becomes the supervisor's last one.
+
+        output: where what it prints goes, if not to this process's own.
+        """
 
     def close(self) -> None:
         """Let go of what is no worker's; all have ended."""
