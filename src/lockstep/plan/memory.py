@@ -131,7 +131,7 @@ def estimate(workload: Workload, machine: Machine, *, backend: str | None = None
     if zero == 3 and not is_shared:
         keeps_all = not is_cpu and machine.device.memory_bytes > AMPLE * parameters
         gathered = parameters if keeps_all else _gathered(workload)
-    if is_shared and zero or zero == 3:
+    if (is_shared and zero) or zero == 3:
         parameters /= workers
     gradients = float(count * workload.grad_bytes) / (parts if zero >= 2 else 1)
     memory = Memory(
@@ -271,7 +271,14 @@ def _traced(
 
 
 def _play(
-    trace: "StepTrace", memory: Memory, machine: Machine, zero: int, part: tuple[int, int], seed: int, *, is_shared: bool
+    trace: "StepTrace",
+    memory: Memory,
+    machine: Machine,
+    zero: int,
+    part: tuple[int, int],
+    seed: int,
+    *,
+    is_shared: bool,
 ) -> float:
     """The peak from the second step on, by the heap of the CPU worker that owns this part of so many."""
     from lockstep.plan.heap import Heap, replay
@@ -308,9 +315,7 @@ def _play(
     return max(peaks) + beside
 
 
-def _owned(
-    trace: "StepTrace", buckets: Sequence[Sequence[int]], part: tuple[int, int]
-) -> Iterator["StorageUse"]:
+def _owned(trace: "StepTrace", buckets: Sequence[Sequence[int]], part: tuple[int, int]) -> Iterator["StorageUse"]:
     """The update of one worker: of each tensor of a parameter's size what it owns of that."""
     rank, parts = part
     if parts == 1:

@@ -354,7 +354,9 @@ def _linear(inputs: int, outputs: int, *, bias: bool) -> tuple[int, ...]:
     return (inputs * outputs, outputs) if bias else (inputs * outputs,)
 
 
-def _block(shape: Transformer, widths: Widths, number: int, prefix: str = "block", *, crosses: bool = False) -> list[Layer]:
+def _block(
+    shape: Transformer, widths: Widths, number: int, prefix: str = "block", *, crosses: bool = False
+) -> list[Layer]:
     """Attention, a second one over the encoder's output if it `crosses`, and a feed-forward layer."""
     seq, hidden, a = shape.seq, shape.hidden, widths.product
     stream = float(seq * hidden * widths.residual)
@@ -490,9 +492,7 @@ class Picture:
         fast = flops if (down, across, stride) == (3, 3, 1) else 0.0
         tensors = (weights, channels, channels) if norm else (weights, channels)
         number = len(self.layers)
-        self.layers.append(
-            Layer(f"{name} {number}", tensors, flops, kept, block=self.block, winograd_flops=fast)
-        )
+        self.layers.append(Layer(f"{name} {number}", tensors, flops, kept, block=self.block, winograd_flops=fast))
         self.buffer_bytes += (8 * channels + 8) if norm else 0
         kept_so_far = sum(layer.activation_bytes for layer in self.layers)
         self.busiest = max(self.busiest, kept_so_far + 2 * out)

@@ -4,8 +4,8 @@ The script runs in a process of its own, alone, until its second update:
 
     construction    as it is written, but parameters become fake tensors as modules take them: a model of any size is
                     built in no more memory than its largest tensor
-    first forward   of DataParallel, or of a shard of Trainer: from here to the update that follows all tensors are fake,
-                    and a tracer watches (see tracing.py); what asks for a value, as `loss.item()`, gets 1
+    first forward   of DataParallel, or of a shard of Trainer: from here to the update that follows all tensors are
+                    fake, and a tracer watches (see tracing.py); what asks for a value, as `loss.item()`, gets 1
     second update   the same with half the samples, so that it is known what grows with them
 
 What cannot be done without values (shapes that depend on them, numpy) is done once more with real tensors, and one
@@ -66,7 +66,9 @@ def workload_of_script(script: str | Path, args: Sequence[str] = (), *, limit_s:
     from lockstep.plan.tracing import StepTrace
 
     traces = [StepTrace.from_json(each) for each in (found["trace"], found.get("other")) if each]
-    return workload_of(traces[0], other=traces[1] if len(traces) > 1 else None, name=Path(script).name, **found["facts"])
+    return workload_of(
+        traces[0], other=traces[1] if len(traces) > 1 else None, name=Path(script).name, **found["facts"]
+    )
 
 
 def workload_of(trace: "StepTrace", *, name: str, other: "StepTrace | None" = None, **known: Any) -> Workload:
@@ -212,10 +214,10 @@ class _Watch:
             inputs, kwargs = watch._begin(model, inputs, kwargs)
             return model.module(*inputs, **kwargs)
 
-        DataParallel.__init__ = init  # type: ignore[method-assign]
+        DataParallel.__init__ = init  # type: ignore[method-assign,assignment]
         DataParallel.forward = forward_watched  # type: ignore[assignment]
-        Trainer.step = lambda trainer, batch: watch._trainer_step(trainer, batch)  # type: ignore[assignment,method-assign,misc,return-value]
-        lockstep.launch = lambda function, *_, args=(), **__: [function(*args)]  # type: ignore[attr-defined]
+        Trainer.step = lambda trainer, batch: watch._trainer_step(trainer, batch)  # type: ignore[assignment,method-assign]
+        lockstep.launch = lambda function, *_, args=(), **__: [function(*args)]
         optimizers.register_optimizer_step_pre_hook(lambda *_: self._before_update())
         optimizers.register_optimizer_step_post_hook(lambda *_: self._after_update())
         if self._fake is not None:
@@ -252,8 +254,10 @@ class _Watch:
             for child in module.children() if recurse else ():
                 child._apply(change)
             for name, param in module._parameters.items():
-                changed = param if param is None else change(param.detach())
-                if param is not None and (changed.dtype, changed.device) != (param.dtype, param.device):
+                if param is None:
+                    continue
+                changed = change(param.detach())
+                if (changed.dtype, changed.device) != (param.dtype, param.device):
                     made[param] = torch.nn.Parameter(changed, requires_grad=param.requires_grad)
                     module._parameters[name] = made[param]
             for name, buffer in module._buffers.items():
@@ -301,12 +305,11 @@ class _Watch:
                 self._steps.enter_context(self._fake)
             self._tracer.reset()
             self._tracer.scale(samples, wanted)
-            if wanted != samples:
+            if self._fake is not None:
                 self._steps.enter_context(_scaled_rows(self._tracer))
             self._seeing.enter_context(self._tracer.watching())
         dtype = model._compute_dtype
-        with torch.utils._python_dispatch._disable_current_modes():
-            made = _mapped((inputs, kwargs), lambda tensor: self._tracer.own(tensor, dtype))
+        made = _mapped((inputs, kwargs), lambda tensor: self._tracer.own(tensor, dtype))
         if self._num_forwards == 1:
             for leaf in tree.leaves(made):
                 if isinstance(leaf, torch.Tensor):
@@ -356,6 +359,7 @@ def _scaling(tracer_class: type) -> Any:
     """A tracer that gives real tensors of a batch another number of samples, and answers for values."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import _disable_current_modes
 
     class ScalingTracer(tracer_class):  # type: ignore[misc]
         def __init__(self, module: Any, fake: Any) -> None:
@@ -373,15 +377,16 @@ def _scaling(tracer_class: type) -> Any:
             """A tensor of the batch, as the step is to see it."""
             if self._fake is None:
                 return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-            if isinstance(tensor, FakeTensor) or isinstance(tensor, torch.nn.Parameter):
+            if isinstance(tensor, FakeTensor | torch.nn.Parameter):
                 return tensor
             if id(tensor) not in self._owned:
                 shape = list(tensor.shape)
                 if shape and shape[0] == self._was and not self._is_buffer(tensor):
                     shape[0] = self.samples
                 kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                with self._fake:
+                with _disable_current_modes(), self._fake:
                     made = torch.empty(shape, dtype=kind, device=tensor.device, requires_grad=tensor.requires_grad)
+                    self.ignore(made)
                 self._owned[id(tensor)] = (tensor, made)
             return self._owned[id(tensor)][1]
 

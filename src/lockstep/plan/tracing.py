@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lockstep.replica.modules import assign, find_blocks
 from lockstep.torch_private import in_backward
@@ -120,7 +120,9 @@ class StepTrace:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "StepTrace":
         """From what `to_json` gave."""
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
         given["params"] = tuple(TracedParam(*each) for each in values["params"])
         for name in ("uses", "update"):
             given[name] = tuple(StorageUse(*each) for each in values[name])
@@ -137,15 +139,15 @@ class StepTrace:
         ratio = samples / self.samples
         if other is not None and len(other.uses) == len(self.uses) and other.samples != self.samples:
             step = (samples - self.samples) / (other.samples - self.samples)
-            sizes = [a.num_bytes + step * (b.num_bytes - a.num_bytes) for a, b in zip(self.uses, other.uses, strict=True)]
+            sizes = [
+                a.num_bytes + step * (b.num_bytes - a.num_bytes) for a, b in zip(self.uses, other.uses, strict=True)
+            ]
         else:
             fixed = {param.num_bytes for param in self.params}
             sizes = [use.num_bytes if use.num_bytes in fixed else use.num_bytes * ratio for use in self.uses]
         uses = tuple(replace(use, num_bytes=max(1, round(size))) for use, size in zip(self.uses, sizes, strict=True))
         flops = tuple(each * ratio for each in self.layer_flops)
-        return replace(
-            self, samples=samples, uses=uses, layer_flops=flops, batch_bytes=round(self.batch_bytes * ratio)
-        )
+        return replace(self, samples=samples, uses=uses, layer_flops=flops, batch_bytes=round(self.batch_bytes * ratio))
 
 
 def live_peak(uses: Sequence[StorageUse]) -> int:
@@ -217,12 +219,16 @@ class Tracer(TorchDispatchMode):
         layers = [*self._layers, *(owner for owner in self._layer_of if owner not in self._layers)]
         numbers = {owner: number for number, owner in enumerate(layers)}
         params = tuple(
-            TracedParam(name, param.numel(), param.element_size(), numbers[owners[id(param)]], block, param.requires_grad)
+            TracedParam(
+                name, param.numel(), param.element_size(), numbers[owners[id(param)]], block, param.requires_grad
+            )
             for name, param, block in zip(self._names, self._params, self._blocks, strict=True)
         )
         begun = self._backward_begun
         uses = [
-            StorageUse(size, born, died, phase, layer, phase == FORWARD and begun is not None and (died or begun) >= begun)
+            StorageUse(
+                size, born, died, phase, layer, phase == FORWARD and begun is not None and (died or begun) >= begun
+            )
             for size, born, died, phase, layer in self._uses
         ]
         return StepTrace(
@@ -275,9 +281,8 @@ class Tracer(TorchDispatchMode):
                 self._see(leaf)
         for number in scratch:
             self._end(number)
-        count = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if count is not None and self.phase == FORWARD and self._flops:
-            self._flops[self._layer] += count(*args, **kwargs, out_val=result)
+        if self.phase == FORWARD and self._flops:
+            self._flops[self._layer] += _flops(func, args, kwargs, result)
         return result
 
     def _see(self, tensor: Tensor) -> None:
@@ -303,7 +308,8 @@ class Tracer(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _scratch(func: Any, args: Sequence[Any], result: Any) -> list[int]:
@@ -318,6 +324,13 @@ def _scratch(func: Any, args: Sequence[Any], result: Any) -> list[int]:
         grad, inputs, weight = (_PAGE_BYTES + _bytes(tensor) for tensor in args[:3])
         return [grad, inputs] if grad + inputs >= weight else [weight]
     return []
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:  # Which torch's table does not have.
+        return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    count = flop_registry.get(getattr(func, "_overloadpacket", None))
+    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
 
 
 def _bytes(tensor: Tensor) -> int:
