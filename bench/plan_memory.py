@@ -1,4 +1,4 @@
-"""Predicted against measured memory per worker: models, stages of splitting, optimizers, with and without checkpointing.
+"""Predicted against measured memory per worker: models, splitting, optimizers, with and without checkpointing.
 
     python bench/plan_memory.py                                   2 CPU workers over shm, the whole matrix
     python bench/plan_memory.py --models gpt mlp --zero 0 3 --backends gloo
@@ -36,7 +36,7 @@ STEPS = 4
 
 
 class Encoder(nn.Module):
-    """BERT-like: tokens, some of them masked, through torch's own post-norm encoder layers; every token is predicted."""
+    """BERT-like: tokens through torch's own post-norm encoder layers, with dropout; every token is predicted."""
 
     def __init__(self, vocab: int, context: int, layers: int, heads: int, width: int) -> None:
         super().__init__()
@@ -91,7 +91,12 @@ def mlp(*, tiny: bool) -> nn.Module:
     return MLP(width=64, stages=2, layers=1) if tiny else MLP(width=1024, stages=4, layers=4)
 
 
-MODELS: dict[str, tuple[Callable[..., nn.Module], int]] = {"gpt": (gpt, 8), "bert": (bert, 8), "cnn": (cnn, 32), "mlp": (mlp, 512)}
+MODELS: dict[str, tuple[Callable[..., nn.Module], int]] = {
+    "gpt": (gpt, 8),
+    "bert": (bert, 8),
+    "cnn": (cnn, 32),
+    "mlp": (mlp, 512),
+}
 """Makers, and samples per worker."""
 
 
@@ -160,7 +165,7 @@ def predict(model: str, optimizer: str, zero: int, checkpointing: bool, backend:
     """What `lockstep plan` says, by component."""
     trace = traced(model, optimizer, checkpointing)
     workload = workload_of(trace, name=model, batch=workers * trace.samples, zero=zero)
-    return estimate(workload, machine.assembled("cpu", workers, workers), trace, backend=backend)
+    return estimate(workload, machine.assembled("cpu", workers, workers), backend=backend)
 
 
 @functools.cache
@@ -179,7 +184,9 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     print(f"{options.workers} workers; MB per worker, least and most of {options.workers} x {options.repeat} measured")
-    print(f"{'backend':9}{'model':6}{'optimizer':10}{'checkp.':9}{'zero':>4}{'predicted':>11}{'measured':>17}{'ratio':>8}")
+    print(
+        f"{'backend':9}{'model':6}{'optimizer':10}{'checkp.':9}{'zero':>4}{'predicted':>11}{'measured':>17}{'ratio':>8}"
+    )
     ratios, rows = [], []
     kinds = itertools.product(options.backends, options.models, options.optimizers, options.checkpointing, options.zero)
     for backend, model, optimizer, kept, zero in kinds:
@@ -191,8 +198,18 @@ def main() -> None:
         measured = max(peaks)
         ratio = wanted.training / measured
         ratios.append(abs(ratio - 1))
-        rows.append({"backend": backend, "model": model, "optimizer": optimizer, "checkpointing": kept, "zero": zero,
-                     "predicted": wanted.training, "measured": peaks, "components": dict(wanted.components())})
+        rows.append(
+            {
+                "backend": backend,
+                "model": model,
+                "optimizer": optimizer,
+                "checkpointing": kept,
+                "zero": zero,
+                "predicted": wanted.training,
+                "measured": peaks,
+                "components": dict(wanted.components()),
+            }
+        )
         between = f"{min(peaks) / MB:.0f}-{measured / MB:.0f}"
         print(
             f"{backend:9}{model:6}{optimizer:10}{kept:9}{zero:>4}{wanted.training / MB:11.0f}{between:>17}{ratio:8.3f}",
@@ -201,7 +218,9 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
     off = sorted(ratios)
-    print(f"off by {off[len(off) // 2]:.1%} (median), {off[-1]:.1%} (worst) of {len(off)} rows; {sum(each <= 0.1 for each in off)} within 10 %")
+    print(
+        f"off by {off[len(off) // 2]:.1%} (median), {off[-1]:.1%} (worst) of {len(off)} rows; {sum(each <= 0.1 for each in off)} within 10 %"
+    )
 
 
 def _options() -> argparse.Namespace:

@@ -8,15 +8,18 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
+import torch
 from report_run import write_run
 
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import UsageError
-from lockstep.plan import machine, models, published, timing
+from lockstep.plan import machine, models, published, simulation, timing
 from lockstep.plan.machine import from_toml, named
 from lockstep.plan.timing import Choices
-from lockstep.replica.granularity import USUAL, fill
+from lockstep.replica import layout
+from lockstep.replica.granularity import USUAL
+from lockstep.replica.layout import ParamSpec
 from lockstep.watching.number_format import percent
 
 ROOT = Path(__file__).parents[1]
@@ -81,8 +84,9 @@ def test_buckets_are_the_engines(made):
     num_bytes, ready, numels = timing.buckets(work, timing.granularity(on, work, Choices()))
     assert sum(numels) == work.num_params and sum(num_bytes) == 4 * work.num_params
     tensors = [numel for layer in reversed(work.layers) for numel in reversed(layer.tensors)]
-    ends = list(fill([4 * numel for numel in tensors], USUAL))
-    assert len(ends) == len(numels) and numels[0] == sum(tensors[: ends[0]])
+    specs = [ParamSpec(n, numel, torch.float32, torch.device("cpu")) for n, numel in enumerate(tensors)]
+    laid_out = layout.plan(specs, tail_numel=0, grain=USUAL)
+    assert numels == [sum(slot.numel for slot in bucket.slots) for bucket in laid_out if bucket.slots]
     assert ready == sorted(ready) and ready[-1] == pytest.approx(1.0)
     gathered = timing.buckets(replace(work, zero=3), timing.granularity(on, work, Choices()))[2]
     assert sum(gathered) == work.num_params and len(gathered) >= work.num_blocks()
@@ -233,3 +237,31 @@ def test_the_page_of_the_docs_holds(tmp_path):
         assert f"| {' | '.join(shares)} |" in text
     for name in machine.DEVICES:
         assert name in text
+
+
+@pytest.mark.parametrize(("mbit", "measured_ms"), [(100, 3597), (300, 1313), (1000, 560), (10000, 467)])
+def test_steps_between_two_hosts_that_were_measured_on_a_quiet_machine(mbit, measured_ms):
+    """docs/benchmarks.md, "Wires over slow networks" and "Exposed communication": gpt-10m, gloo, `tc tbf`.
+
+    Without what was exposed a step took 380 ms there, which is what one worker's calibration would have given.
+    """
+    work = models.named("gpt-10m", precision="fp32")
+    assert 4 * work.num_params == pytest.approx(39.93e6, rel=0.01)
+    num_bytes, ready, _ = timing.buckets(work, timing.granularity(named(f"2xCPU/1@{mbit}Mb"), work, Choices()))
+    times = simulation.simulate(
+        simulation.StepInputs(
+            workers=2,
+            per_host=1,
+            forward_s=0.31 * 0.38,
+            backward_s=0.62 * 0.38,
+            optimizer_s=0.0,
+            between_s=0.07 * 0.38,
+            bucket_bytes=num_bytes,
+            bucket_ready=ready,
+            algorithm=simulation.RING,
+            inter_latency_s=150e-6,
+            inter_bytes_per_s=min(0.955 * mbit * 1e6 / 8, 700e6),  # TCP's share; what gloo gets of a core at most.
+            contention=0.5,
+        )
+    )
+    assert 1e3 * times.step_s == pytest.approx(measured_ms, rel=0.15)

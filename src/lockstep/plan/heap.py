@@ -6,14 +6,18 @@ the next request. How much more follows from the order of requests, which a trac
 - The smallest free block that is large enough is taken; what is left of it stays free. Free neighbours are merged.
 - torch asks for blocks aligned to 64 bytes, and glibc looks for 96 bytes more than that takes, so a hole does not serve
   a request of its own size. That alone costs a fifth of the activations of some models.
-- What is left before and behind an aligned block is a few dozen bytes, which small objects take: nodes of the graph,
-  mostly. Until they go, holes on their two sides do not merge. Those of a forward pass go when what the same operation
-  saved goes; of those of the first step one in KEPT_EVERY stays for good.
+- What is left before and behind an aligned block is a few dozen bytes, which small objects take: parts of the nodes of
+  the graph, mostly. As long as they are there, the holes on their two sides do not merge. So some of these rests are
+  pinned: those of a forward pass until the next one has ended, since a loop's `loss` holds the graph as long; those of
+  a backward pass as long as the longest-lived of the tensors that come next; and of those of the first step one in
+  KEPT_EVERY for good. Which ones is drawn, so a plan plays several times.
 - Blocks of `mmap_bytes` and more are mapped by themselves, and given back when they are freed. All else is kept for
   the next step, as DataParallel asks for (see replica/allocator.py), until `trim`.
 """
 
 import bisect
+import math
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +31,10 @@ LEAST_BYTES = 32
 """Of a block with that."""
 SLACK_BYTES = ALIGNMENT_BYTES + LEAST_BYTES
 """What glibc asks for on top, to find an aligned place."""
+NEIGHBOURS = 6
+PINNED_SHARE, PINNED_ELSEWHERE = 0.4, 0.1
+"""Of rests, where one of the next NEIGHBOURS tensors is saved for the backward pass, and where none is. By the heaps of
+single processes that trained four models: see docs/plan_memory.md."""
 KEPT_EVERY = 20
 """By what glibc's malloc_info shows: after the first step its free memory lies in 20 to 30 pieces, and stays so."""
 
@@ -50,12 +58,16 @@ class Use(Protocol):
         """When it goes."""
 
     @property
-    def is_of_forward(self) -> bool:
-        """Whether it came in the forward pass."""
+    def phase(self) -> str:
+        """In which part of the step it comes."""
 
     @property
     def is_saved(self) -> bool:
-        """Whether it goes in the backward pass that follows."""
+        """Whether it comes in the forward pass and goes later."""
+
+
+FORWARD, BACKWARD = "forward", "backward"
+"""Phases of a step, as a use has them."""
 
 
 @dataclass(slots=True)
@@ -77,6 +89,8 @@ class Heap:
     _free: list[Span] = field(default_factory=list)
     """Free blocks below the top, begin and end, by address."""
     _top: int = 0
+    held: list[Span] = field(default_factory=list)
+    """Rests that the graph of the last forward pass pins."""
     _touched: bytearray = field(default_factory=bytearray)
     """A byte for every page: whether the kernel has given it."""
     _num_pages: int = 0
@@ -161,41 +175,54 @@ class Heap:
             self._touched[first:last] = b"\x01" * (last - first)
 
 
-def replay(heap: Heap, uses: Sequence[Use], *, kept: int | None = None) -> int:
+def replay(heap: Heap, uses: Sequence[Use], drawn: random.Random, *, is_first: bool = False) -> int:
     """Have `uses`, in the order in which they come, take and give blocks; the most that the heap then has.
 
-    kept: it is a first step, some of whose small objects stay: those with this number, and every KEPT_EVERY from there.
+    is_first: it is a first step, some of whose small objects stay.
     """
     moments = [(use.born, 1, number) for number, use in enumerate(uses)]
     moments += [(use.died, 0, number) for number, use in enumerate(uses) if use.died is not None]
-    holders = _holders_of_rests(uses)
     blocks: dict[int, Block] = {}
     rests: dict[int, list[Span]] = {}
+    """By the tensor with which they go."""
+    held: list[Span] = []
     peak = heap.resident_bytes
     num_given = 0
-    for _, is_born, number in sorted(moments):
-        if is_born:
-            block = blocks[number] = heap.take(uses[number].num_bytes)
-            rests.setdefault(holders[number], []).extend(block.rests)
-            peak = max(peak, heap.resident_bytes)
-            continue
-        heap.give(blocks.pop(number))
-        for rest in rests.pop(number, ()):
+
+    def give(spans: Sequence[Span]) -> None:
+        nonlocal num_given
+        for span in spans:
             num_given += 1
-            if kept is None or (num_given - kept) % KEPT_EVERY:
-                heap.give_rests([rest])
+            if not (is_first and num_given % KEPT_EVERY == 0):
+                heap.give_rests([span])
+
+    for _, is_born, number in sorted(moments):
+        if not is_born:
+            heap.give(blocks.pop(number))
+            give(rests.pop(number, ()))
+            continue
+        use = uses[number]
+        if use.phase == BACKWARD:
+            give(heap.held)
+            heap.held = []
+        block = blocks[number] = heap.take(use.num_bytes)
+        peak = max(peak, heap.resident_bytes)
+        is_near = any(each.is_saved for each in uses[number : number + NEIGHBOURS])
+        for rest in block.rests:
+            is_pinned = drawn.random() < (PINNED_SHARE if is_near or use.phase != FORWARD else PINNED_ELSEWHERE)
+            if is_pinned and use.phase == FORWARD:
+                held.append(rest)
+            else:
+                holder = _longest_lived(uses, number) if is_pinned else number
+                rests.setdefault(holder, []).append(rest)
+    heap.held = [*heap.held, *held]
     return peak
 
 
-def _holders_of_rests(uses: Sequence[Use]) -> list[int]:
-    """For each use the one with which the small objects beside it go: in a forward pass the next that is saved."""
-    holders = list(range(len(uses)))
-    saved: int | None = None
-    for number in reversed(holders):
-        if uses[number].is_of_forward:
-            saved = number if uses[number].is_saved else saved
-            holders[number] = number if saved is None else saved
-    return holders
+def _longest_lived(uses: Sequence[Use], number: int) -> int:
+    """Of this one and those that come next."""
+    last = min(number + NEIGHBOURS + 1, len(uses))
+    return max(range(number, last), key=lambda each: math.inf if (died := uses[each].died) is None else died)
 
 
 def _rounded(num_bytes: int, step: int) -> int:

@@ -78,8 +78,6 @@ class Measured:
     """Of `Device.flops`, which were measured too, what products within a model get; other work of it counted in."""
     message_s: float = 0.0
     """What one collective call takes by itself."""
-    launch_s: float = 0.0
-    """What a bucket costs the worker that fills it."""
     contention: float = 1.0
     """Share of its speed that computing loses while a message is on its way."""
     jitter: float = 0.0

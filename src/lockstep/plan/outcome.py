@@ -165,6 +165,8 @@ def plan(
             f"--batch of {machine.workers} or more, or fewer workers."
         )
     work = replace(work, batch=batch)
+    if isinstance(model, Workload):
+        checkpointing = checkpointing or model.checkpointing  # What a script does is in what was seen of it.
     known = published.built_in()
     asked = _as_run(work, machine)
     if machine.measured is None:

@@ -87,6 +87,8 @@ _COLUMNS = {
     "unit": ("unit", "units"),
     "measured": ("throughput_per_gpu", "measured", "throughput", "value"),
 }
+_MOST = {"params": 1e15, "layers": 5000, "hidden": 1e6, "seq_len": 1e8, "gpus": 1 << 20, "gpus_per_host": 1 << 20}
+"""What more than that cannot be meant, and would take for ever."""
 _COUNTED = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -170,8 +172,8 @@ def _counted(text: str, name: str, remarks: list[str]) -> float | None:
         value = float(found[1]) * _COUNTED.get(found[2], 1.0) if found else math.nan
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        remarks.append(f"{name} is {text!r}, which is no number above 0: it is left out")
+    if not 0 < value <= _MOST.get(name, math.inf) or value == math.inf:
+        remarks.append(f"{name} is {text[:40]!r}, which cannot be: it is left out")
         return None
     return value
 
@@ -615,6 +617,8 @@ class Errors:
     worst: float
     baseline: float
     """Of the constant-efficiency baseline on the same rows."""
+    one_host: float | None = None
+    """The median error where each device is taken to do what it did on one host, on rows of which that is known."""
     series: Mapping[str, float] = field(default_factory=dict)
     """The median by source, where sources were left out in turn."""
     rows: Mapping[str, float] = field(default_factory=dict)
@@ -634,8 +638,8 @@ def _errors(what: str, pairs: Sequence[_Predicted], series: Mapping[str, float] 
         statistics.median(offs) if offs else math.nan,
         max(offs, default=math.nan),
         statistics.median(base) if base else math.nan,
-        series or {},
-        {run.id: round(value / run.measured - 1, 4) for run, value, _ in pairs if value and run.measured},
+        series=series or {},
+        rows={run.id: round(value / run.measured - 1, 4) for run, value, _ in pairs if value and run.measured},
     )
 
 
@@ -653,7 +657,9 @@ def multi_host_errors(runs: Sequence[Run], calibration: Calibration) -> Errors:
     pairs: list[_Predicted] = [
         (run, single.predict(run).value, constant_efficiency(single.runs, run)) for run in runs if run.is_multi_host
     ]
-    return _errors("several hosts, from rows of one host", pairs)
+    same = [(run, one_host_figure(single.runs, run), None) for run in runs if run.is_multi_host]
+    errors = _errors("several hosts, from rows of one host", pairs)
+    return replace(errors, one_host=_errors("", same).median)
 
 
 def left_out_errors(runs: Sequence[Run], calibration: Calibration) -> Errors:

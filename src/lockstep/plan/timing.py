@@ -48,7 +48,11 @@ class Constants:
     message_s: float = 20e-6
     """One collective call."""
     launch_s: float = 10e-6
-    """What a bucket costs the computing."""
+    """What a bucket costs the computing of a GPU."""
+    gradient_s: float = 10e-6
+    """What the engine's hook takes a CPU for one gradient, besides its copy: bench/plan.py --engine."""
+    engine_s: float = 0.7e-3
+    """What the engine takes a CPU for one step besides: likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,8 @@ class WireCost:
     """Encoding and decoding, of a byte of the bucket."""
 
 
-WIRE_FACTORS = {"none": 1.0, "half": 0.5, "int8": 0.26, "sign": 0.032, "topk": 0.04, "lowrank": 0.02}
-"""Of the bytes of gradients in fp32."""
+WIRE_FACTORS = {"none": 1.0, "half": 0.5, "int8": 0.254, "sign": 0.035, "topk": 0.02, "lowrank": 0.02}
+"""Of the bytes of gradients in fp32, each way: docs/wire.md; of low rank what matrices a thousand wide have."""
 _WIRE_PASSES = {"none": 0.0, "half": 3.0, "int8": 8.0, "sign": 10.0, "topk": 20.0, "lowrank": 12.0}
 """How often an encoding passes over a bucket's bytes in memory."""
 
@@ -120,6 +124,11 @@ def step_inputs(
     forward, backward = sample_seconds(workload, machine, constants)
     grain = granularity(machine, workload, choices)
     num_bytes, ready, numels = buckets(workload, grain)
+    on_gpu = device.kind == "gpu"
+    launch = constants.launch_s
+    if not on_gpu:
+        tensors = sum(len(layer.tensors) for layer in workload.layers)
+        launch = engine_seconds(tensors, sum(num_bytes), device.memory_bytes_per_s, constants) / max(1, len(num_bytes))
     wire = wire_cost(choices.wire, machine)
     params = workload.num_params
     in_update = (
@@ -143,7 +152,7 @@ def step_inputs(
         inter_latency_s=machine.inter.latency_s,
         inter_bytes_per_s=machine.inter.usable_bytes_per_s,
         message_s=measured.message_s if measured else constants.message_s,
-        launch_s=measured.launch_s if measured else constants.launch_s,
+        launch_s=launch,
         wire_factor=wire.factor * 4 / workload.grad_bytes if choices.wire != "none" else 1.0,
         wire_s_per_byte=wire.s_per_byte,
         contention=measured.contention if measured else _contention(machine, constants),
@@ -151,7 +160,7 @@ def step_inputs(
         spread=0.0 if measured else constants.spread,
         straggler=choices.straggler,
         loader_s=choices.loader_s * workload.micro_batch,
-        between_s=0.0 if measured else constants.between_s,
+        between_s=constants.between_s if on_gpu else constants.engine_s,
     )
 
 
@@ -184,6 +193,11 @@ def _counted_flops(layer: Layer, workload: Workload, constants: Constants) -> fl
     if workload.precision != "fp32":
         return layer.forward_flops
     return layer.forward_flops - layer.winograd_flops * (1.0 - 1.0 / constants.winograd)
+
+
+def engine_seconds(tensors: int, num_bytes: float, bytes_per_s: float, constants: Constants | None = None) -> float:
+    """What hooks and copies of gradients into their buckets take a CPU worker in a pass; a copy reads and writes."""
+    return tensors * (constants or Constants()).gradient_s + 2 * num_bytes / bytes_per_s
 
 
 def _contention(machine: Machine, constants: Constants) -> float:

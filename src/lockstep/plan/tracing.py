@@ -15,7 +15,7 @@ What kernels allocate inside themselves is not seen, but for the copies that one
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,13 +23,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lockstep.replica.modules import assign, find_blocks
 from lockstep.torch_private import in_backward
 
 FORWARD, BACKWARD, UPDATE, SCRATCH = "forward", "backward", "update", "scratch"
 _aten = torch.ops.aten
+_PAGE_BYTES = 4096
+"""To which oneDNN aligns its memory, so that a hole between tensors of the same size is too small for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,6 @@ class StorageUse:
     is_saved: bool = False
     """Whether it came in the forward pass and goes in the backward pass, or later."""
 
-    @property
-    def is_of_forward(self) -> bool:
-        """Whether it came in the forward pass."""
-        return self.phase == FORWARD
-
 
 @dataclass(frozen=True, slots=True)
 class TracedParam:
@@ -60,7 +57,8 @@ class TracedParam:
 
     name: str
     numel: int
-    dtype: torch.dtype
+    itemsize: int
+    """Bytes of one element."""
     layer: int
     """Which layer it is of."""
     block: int
@@ -70,7 +68,7 @@ class TracedParam:
     @property
     def num_bytes(self) -> int:
         """What it takes."""
-        return self.numel * self.dtype.itemsize
+        return self.numel * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +108,26 @@ class StepTrace:
         """What the optimizer keeps."""
         return sum(use.num_bytes for use in self.update if use.died is None)
 
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            **asdict(self),
+            "params": [[p.name, p.numel, p.itemsize, p.layer, p.block, p.is_trained] for p in self.params],
+            "uses": [list(astuple(use)) for use in self.uses],
+            "update": [list(astuple(use)) for use in self.update],
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "StepTrace":
+        """From what `to_json` gave."""
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        given["params"] = tuple(TracedParam(*each) for each in values["params"])
+        for name in ("uses", "update"):
+            given[name] = tuple(StorageUse(*each) for each in values[name])
+        return cls(**given)
+
     def at(self, samples: int, other: "StepTrace | None" = None) -> "StepTrace":
         """The same for another number of samples.
 
@@ -121,15 +139,15 @@ class StepTrace:
         ratio = samples / self.samples
         if other is not None and len(other.uses) == len(self.uses) and other.samples != self.samples:
             step = (samples - self.samples) / (other.samples - self.samples)
-            sizes = [a.num_bytes + step * (b.num_bytes - a.num_bytes) for a, b in zip(self.uses, other.uses, strict=True)]
+            sizes = [
+                a.num_bytes + step * (b.num_bytes - a.num_bytes) for a, b in zip(self.uses, other.uses, strict=True)
+            ]
         else:
             fixed = {param.num_bytes for param in self.params}
             sizes = [use.num_bytes if use.num_bytes in fixed else use.num_bytes * ratio for use in self.uses]
         uses = tuple(replace(use, num_bytes=max(1, round(size))) for use, size in zip(self.uses, sizes, strict=True))
         flops = tuple(each * ratio for each in self.layer_flops)
-        return replace(
-            self, samples=samples, uses=uses, layer_flops=flops, batch_bytes=round(self.batch_bytes * ratio)
-        )
+        return replace(self, samples=samples, uses=uses, layer_flops=flops, batch_bytes=round(self.batch_bytes * ratio))
 
 
 def live_peak(uses: Sequence[StorageUse]) -> int:
@@ -201,12 +219,16 @@ class Tracer(TorchDispatchMode):
         layers = [*self._layers, *(owner for owner in self._layer_of if owner not in self._layers)]
         numbers = {owner: number for number, owner in enumerate(layers)}
         params = tuple(
-            TracedParam(name, param.numel(), param.dtype, numbers[owners[id(param)]], block, param.requires_grad)
+            TracedParam(
+                name, param.numel(), param.element_size(), numbers[owners[id(param)]], block, param.requires_grad
+            )
             for name, param, block in zip(self._names, self._params, self._blocks, strict=True)
         )
         begun = self._backward_begun
         uses = [
-            StorageUse(size, born, died, phase, layer, phase == FORWARD and begun is not None and (died or begun) >= begun)
+            StorageUse(
+                size, born, died, phase, layer, phase == FORWARD and begun is not None and (died or begun) >= begun
+            )
             for size, born, died, phase, layer in self._uses
         ]
         return StepTrace(
@@ -259,9 +281,8 @@ class Tracer(TorchDispatchMode):
                 self._see(leaf)
         for number in scratch:
             self._end(number)
-        count = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if count is not None and self.phase == FORWARD and self._flops:
-            self._flops[self._layer] += count(*args, **kwargs, out_val=result)
+        if self.phase == FORWARD and self._flops:
+            self._flops[self._layer] += _flops(func, args, kwargs, result)
         return result
 
     def _see(self, tensor: Tensor) -> None:
@@ -287,16 +308,29 @@ class Tracer(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _scratch(func: Any, args: Sequence[Any], result: Any) -> list[int]:
-    """Bytes of copies inside the kernel: oneDNN's convolutions lay out anew what they read and write."""
+    """Bytes of copies inside the kernel: oneDNN's convolutions lay out anew what they read and write.
+
+    As measured by the process's peak around single convolutions of nine shapes: forward the larger of input and output,
+    and the weights; backward input and output, or the weights where those are larger.
+    """
     if func is _aten.convolution.default and args[0].device.type == "cpu":
-        return [_bytes(args[0]), _bytes(result)]
+        return [_PAGE_BYTES + max(_bytes(args[0]), _bytes(result)), _PAGE_BYTES + _bytes(args[1])]
     if func is _aten.convolution_backward.default and args[0].device.type == "cpu":
-        return [_bytes(args[0]), _bytes(args[1])]
+        grad, inputs, weight = (_PAGE_BYTES + _bytes(tensor) for tensor in args[:3])
+        return [grad, inputs] if grad + inputs >= weight else [weight]
     return []
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:  # Which torch's table does not have.
+        return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    count = flop_registry.get(getattr(func, "_overloadpacket", None))
+    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -8,8 +8,11 @@ for the precision that the workload says, so who changes the precision describes
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lockstep.plan.tracing import StepTrace
 
 Checkpointing = Literal["none", "selective", "full"]
 """Which activations are computed again in the backward pass: none, those inside attention, those of every block."""
@@ -85,6 +88,8 @@ class Workload:
     """Of one sample as the loader hands it out."""
     embedding_params: int = 0
     """Parameters that take part by being looked up, and so in no product."""
+    trace: "tuple[StepTrace, StepTrace | None] | None" = field(default=None, repr=False, compare=False)
+    """Of a step, as it was watched, and of one with another number of samples: memory is predicted from it."""
 
     @property
     def num_params(self) -> int:
