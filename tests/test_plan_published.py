@@ -114,12 +114,13 @@ def test_odd_rows_are_predicted_from_what_is_there(tmp_path, capsys):
         "e,s,MPT-7b,6658859008,32,4096,2048,bf16,zero=3,no,-5,1,lots,a100_80gb,0,8,,tokens/s/gpu,4641,",
         "f,s,VGG-16,,,,,fp32,dp,no,64,,,p100,512,4,25 GbE,scaling efficiency (%),68,",
         "g,s,strange images,40M,,,,fp32,dp,no,64,,,v100_16gb,8,8,,images/s/gpu,,",
+        "i,s,endless,9e99,999999999,9e30,2048,bf16,zero=1,no,1e30,9e30,,h100,9e30,8,,tokens/s/gpu,1e500,",
         "h,s,BERT-large phase 1,336000000,,,128,amp,zero=0,no,256,,65536,a100_80gb,16,8,,ms/step,,,more,and more",
     )
     out = tmp_path / "out.json"
     assert main(["plan", "--predict", str(path), "--json", str(out)]) == 0
     rows = {row["id"]: row for row in json.loads(out.read_text())["rows"]}
-    assert list(rows) == list("abcdefgh")
+    assert list(rows) == list("abcdefgih")
     assert all(row["predicted"] and math.isfinite(row["predicted"]) for row in rows.values())
     assert rows["c"]["predicted"] == pytest.approx(32 * 700, rel=0.25)  # All GPUs together, as the unit says.
     assert rows["f"]["predicted"] == pytest.approx(68, abs=5)

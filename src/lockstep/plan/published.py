@@ -87,6 +87,8 @@ _COLUMNS = {
     "unit": ("unit", "units"),
     "measured": ("throughput_per_gpu", "measured", "throughput", "value"),
 }
+_MOST = {"params": 1e15, "layers": 5000, "hidden": 1e6, "seq_len": 1e8, "gpus": 1 << 20, "gpus_per_host": 1 << 20}
+"""What more than that cannot be meant, and would take for ever."""
 _COUNTED = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -170,8 +172,8 @@ def _counted(text: str, name: str, remarks: list[str]) -> float | None:
         value = float(found[1]) * _COUNTED.get(found[2], 1.0) if found else math.nan
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        remarks.append(f"{name} is {text!r}, which is no number above 0: it is left out")
+    if not 0 < value <= _MOST.get(name, math.inf) or value == math.inf:
+        remarks.append(f"{name} is {text[:40]!r}, which cannot be: it is left out")
         return None
     return value
 
