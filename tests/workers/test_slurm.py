@@ -102,13 +102,15 @@ class Cluster:
         return found.stdout + found.stderr
 
     def close(self) -> None:
-        if all(process.poll() is None for process in self.processes):
-            self.said("scancel", "-u", "root")
-            wait_until(lambda: not self.said("squeue", "-h").strip(), "jobs to end")
-        for process in reversed(self.processes):
-            process.terminate()
-        for process in self.processes:
-            process.wait(20)
+        try:
+            if all(process.poll() is None for process in self.processes):
+                self.said("scancel", "-u", "root")
+                wait_until(lambda: not self.said("squeue", "-h").strip(), "jobs to end")
+        finally:
+            for process in reversed(self.processes):
+                process.terminate()
+            for process in self.processes:
+                process.wait(20)
 
 
 @pytest.fixture(scope="module")
