@@ -311,9 +311,12 @@ class TorchReducer:
         self._model = model
 
     def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
-        """The next backward pass sends, though the forward passes that it is over were under `no_sync`."""
+        """The next backward pass sends, though the forward passes that it is over were under `no_sync`.
+
+        Not inside `no_sync`: a loop that has a pipeline run there sends by itself, with `sync_gradients`.
+        """
         reducer = self._model._engine.reducer
-        if reducer is not None:
+        if reducer is not None and self._model.require_backward_grad_sync:
             reducer.send_next_pass()
 
     def prepare_for_forward(self) -> None:
