@@ -92,6 +92,8 @@ class AsDDP(DistributedDataParallel):
         A copy makes its own when this is first asked for, at the same time on all workers.
         """
         if self._made is None:
+            if self.world.has_left and self.world.size > 1:
+                raise UsageError("this model was copied in a world that has been left. Wrap its module anew.")
             self.world.agree_on_seed()
             self._made = self._engine_class(self._data, self.module, self._options, None)
             self._take_up()
