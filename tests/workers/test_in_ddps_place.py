@@ -192,6 +192,15 @@ def sends_on_request(world):
         ((plain(part).square().mean() + plain(2 * part).square().mean()) / world.size).backward()
     for found, param in zip(grads, plain.parameters(), strict=True):
         torch.testing.assert_close(found, param.grad, **TOLERANCE)
+    model.zero_grad()
+    with model.no_sync():  # As a loop does that has a pipeline run, and sends by itself.
+        loss = model(x).square().mean()
+        model.reducer.prepare_for_backward([])
+        loss.backward()
+    own = world.gather([param.grad.tolist() for param in model.parameters()])
+    assert own[0] != own[1]
+    model.sync_gradients()
+    expect_alike(world, [param.grad for param in model.parameters()])
 
 
 def test_a_backward_pass_sends_on_request(pool):

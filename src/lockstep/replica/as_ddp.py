@@ -92,6 +92,8 @@ class AsDDP(DistributedDataParallel):
         A copy makes its own when this is first asked for, at the same time on all workers.
         """
         if self._made is None:
+            if self.world.has_left and self.world.size > 1:
+                raise UsageError("this model was copied in a world that has been left. Wrap its module anew.")
             self.world.agree_on_seed()
             self._made = self._engine_class(self._data, self.module, self._options, None)
             self._take_up()
@@ -311,9 +313,12 @@ class TorchReducer:
         self._model = model
 
     def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
-        """The next backward pass sends, though the forward passes that it is over were under `no_sync`."""
+        """The next backward pass sends, though the forward passes that it is over were under `no_sync`.
+
+        Not inside `no_sync`: a loop that has a pipeline run there sends by itself, with `sync_gradients`.
+        """
         reducer = self._model._engine.reducer
-        if reducer is not None:
+        if reducer is not None and self._model.require_backward_grad_sync:
             reducer.send_next_pass()
 
     def prepare_for_forward(self) -> None:
