@@ -44,11 +44,6 @@ class HostsGroup(FlatGroup):
         self._places, self._links, self.operations = places, links, operations
         self._num_called = 0
 
-    @property
-    def num_bytes_sent(self) -> int:
-        """What this worker has sent to workers of other hosts, but for messages that the user sent to one of them."""
-        return self._links.num_bytes_sent
-
     def adder(self, tree: "ShardTree") -> AddAlong | None:
         """See FlatGroup."""
         if not self._places.is_in_order:

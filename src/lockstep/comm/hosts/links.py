@@ -43,8 +43,6 @@ class Links:
         self.gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("links", store), rank, len(peers), timeout)
         self.timeout = timeout
         """The deadline of every wait."""
-        self.num_bytes_sent = 0
-        """To other workers, by operations of the group."""
         self._look = look
         self._store, self._peers, self._me = store, peers, peers[rank]
         self._is_closed = False
@@ -60,7 +58,6 @@ class Links:
                 if part.numel():
                     with self._explaining(rank):
                         posted.append((rank, part, operate([as_bytes(part)], rank, TAG)))
-        self.num_bytes_sent += sum(part.nbytes for _, part in sends)
         return posted
 
     def wait(self, posted: Posted) -> None:
