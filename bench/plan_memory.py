@@ -218,9 +218,8 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
     off = sorted(ratios)
-    print(
-        f"off by {off[len(off) // 2]:.1%} (median), {off[-1]:.1%} (worst) of {len(off)} rows; {sum(each <= 0.1 for each in off)} within 10 %"
-    )
+    within = sum(each <= 0.1 for each in off)
+    print(f"off by {off[len(off) // 2]:.1%} (median), {off[-1]:.1%} (worst); {within} of {len(off)} rows within 10 %")
 
 
 def _options() -> argparse.Namespace:

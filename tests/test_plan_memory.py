@@ -163,7 +163,7 @@ def test_a_traced_workload_in_memory(backend: str) -> None:
     told = [
         memory.estimate(replace(work, zero=zero), machine.assembled("cpu", 2, 2), backend=backend) for zero in range(4)
     ]
-    assert told[0].states == 16 * work.num_params
+    assert told[0].states == pytest.approx(16 * work.num_params, rel=0.001)  # Steps are counted by tensor.
     assert all(each.fragmentation >= 0 and each.activations == told[0].activations for each in told)
     assert told[2].states < told[1].states < told[0].states
     assert work.num_blocks() == 3

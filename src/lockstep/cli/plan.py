@@ -24,7 +24,7 @@ What is trained: a script with DataParallel or Trainer, a model by name, or a si
 
 _EPILOG = """\
 examples:
-  lockstep plan train.py --on 8xA100-80                       a script of yours, run on fake tensors
+  lockstep plan --on 8xA100-80 train.py --epochs 3            a script of yours, run on fake tensors
   lockstep plan --model gpt2-xl --on 64xH100/8@400Gb --batch 512
   lockstep plan --params 7.5B --layers 32 --hidden 4096 --seq 2048 --on 64xA100-80/8@1600Gb --html plan.html
   lockstep plan --model resnet50 --on my.toml --units 115M --price 2.5
@@ -49,7 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what is trained")
-    what.add_argument("script", nargs="?", type=Path, help="a script of yours; its arguments come last")
+    what.add_argument("script", nargs="?", type=Path, help="a script of yours, after all options of this command")
     what.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
     what.add_argument("--model", metavar="NAME", help="a model of the catalogue, as gpt2-xl, llama-8b or resnet50")
     what.add_argument("--params", metavar="N", help="parameters of a transformer, as 7.5B")
