@@ -288,6 +288,7 @@ def run_while_watched(seconds):
             looks.append(main_thread_spot().depth)
             Garbage()
 
+    gc.freeze()  # What the test run has made so far would be looked at in each collection.
     gc.set_threshold(30)
     sys.setswitchinterval(1e-5)
     thread = threading.Thread(target=look)

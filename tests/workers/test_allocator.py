@@ -13,6 +13,7 @@ import lockstep
 
 PAGE_BYTES = resource.getpagesize()
 SEEN_STEPS = 10
+full = pytest.mark.skipif("FULL" not in os.environ, reason="needs FULL=1")
 
 
 def faults_of_a_step() -> int:
@@ -46,7 +47,7 @@ def test_a_step_gets_the_memory_of_the_last_one() -> None:
 @pytest.mark.parametrize(
     "variables",
     [
-        {"MALLOC_MMAP_THRESHOLD_": "131072"},
+        pytest.param({"MALLOC_MMAP_THRESHOLD_": "131072"}, marks=full),
         {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"},
     ],
 )

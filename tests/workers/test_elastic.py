@@ -75,7 +75,6 @@ SELECTION = [
     ("receiving state", "die", "shm", 3, (0,)),
     ("snapshot", "die", "shm", 1, (2,)),
     ("replay", "die", "gloo", 3, (0,)),
-    ("vote", "stop", "shm", 0, (1,)),
     ("exchange", "raise", "shm", 3, (0,)),
 ]
 
@@ -430,6 +429,28 @@ def test_who_is_asked_to_leave_is_replaced_at_no_cost(tmp_path, undisturbed):
     said = run(tmp_path / "run", leaves, elastic={"max_restarts": 0}, backend="shm")
     assert hashes(said) == {undisturbed()}
     assert "without 0" in said["err"] and "newcomer 3" in said["err"]
+
+
+def leaves_at_once(folder, backend, steps=STEPS):
+    """As `leaves`, and asks again before its step is over, which ends it; one worker after the other."""
+    world = lockstep.join(timeout=60, backend=backend)
+    trainer = make("mlp")
+    for batch in trainer.batches(samples("mlp"), batch_size=40, epochs=100):
+        if trainer.steps == steps:
+            break
+        if trainer.steps in (3, 6, 9) and world.generations.member == trainer.steps // 3 - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        trainer.step(batch)
+        time.sleep(0.02)
+    return digest(trainer), trainer.steps
+
+
+def test_who_is_ended_by_a_second_signal_is_replaced_at_no_cost_too(tmp_path, undisturbed):
+    """However many they are: the same exit code is no error of the script's."""
+    said = run(tmp_path / "run", leaves_at_once, elastic={"max_restarts": 0}, backend="shm")
+    assert hashes(said) == {undisturbed()}
+    assert said["err"].count("has ended by SIGTERM, at once") == 3
 
 
 CHAOS_SCRIPT = """

@@ -12,7 +12,7 @@ from processes import is_alive
 
 (DEADLINE_S,) = some([600], [1800])
 FEWEST, MOST = 2, 8
-(EVENTS,) = some([8], [200])
+(EVENTS,) = some([5], [200])
 STEPS_PER_EVENT = 6
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from amount import some
 from models import build, difference, part_of, weights_of
+from pool import OnBackend
 
 import lockstep
 from lockstep import wire
@@ -67,8 +68,8 @@ def test_replicas_stay_equal_and_learn(pool, without_wire, chosen, at):
         assert difference(results[0][0], expected) < 1e-4
 
 
-def sent(world, chosen):
-    model, optimizer = begin(chosen)
+def sent(world, chosen, zero=0):
+    model, optimizer = begin(chosen, zero)
     go_on(world, model, optimizer, 0, 3)
     promised = 0
     for bucket in model._engine.reducer.buckets:
@@ -82,6 +83,46 @@ def sent(world, chosen):
 def test_it_sends_what_was_promised(pool, chosen):
     for counted, promised in pool.run(3, sent, chosen):
         assert counted == pytest.approx(promised, rel=0.02)
+
+
+def test_where_gradients_are_split_nothing_is_sent_back(pool):
+    for counted, promised in pool.run(3, sent, wire.Int8(), 2):
+        assert counted == pytest.approx(promised / 2, rel=0.02)
+
+
+def train_gathering(world, gather_wire, chosen):
+    net = build("gpt")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    whole = {"optimizer": optimizer, "zero": 3, "reshard_after_forward": world.size == 2}
+    model = lockstep.DataParallel(net, wire=chosen, gather_wire=gather_wire, **whole)
+    losses = go_on(world, model, optimizer, 0, 30)
+    with model.whole_params():
+        weights = weights_of(net)
+    computed = []
+    net.head.register_forward_hook(lambda module, inputs, output: computed.append(module.weight.double().clone()))
+    go_on(world, model, optimizer, 30, 31)
+    return losses, weights, computed[0].detach().numpy()
+
+
+@pytest.mark.parametrize(
+    ("workers", "gather_wire", "chosen"),
+    [(2, wire.Int8(), wire.Int8()), (3, wire.Int8(64), None), (2, wire.Half(), None)],
+)
+def test_gathered_parameters_may_be_encoded_too(started_pool, without_wire, workers, gather_wire, chosen):
+    """All compute with the same rounded weights; what the optimizer has is whole."""
+    results = OnBackend(started_pool, "gloo").run(workers, train_gathering, gather_wire, chosen)
+    losses, weights, computed = results[0]
+    assert losses[-1] == pytest.approx(without_wire()[1][-1], rel=0.03)
+    for _, others, theirs in results:
+        assert difference(others, weights) == 0 and (theirs == computed).all()
+    lost = abs(computed - weights["head.weight"]).max() / abs(weights["head.weight"]).max()
+    assert 0 < lost <= (1 / 254 if isinstance(gather_wire, wire.Int8) else 1 / 256)
+
+
+def test_a_gather_wire_needs_something_to_gather():
+    net = build("mlp")
+    with pytest.raises(lockstep.UsageError, match="zero=3 does"):
+        lockstep.DataParallel(net, gather_wire=wire.Int8())
 
 
 def waiting(model):

@@ -18,6 +18,7 @@ OURS = {
     "zero2": "and gradients",
     "zero3": "and parameters",
     "zero3-reshard": "the same with reshard_after_forward=True: gathered twice, where there would be room to keep them",
+    "zero3-int8": "zero=3, gradients and gathered parameters as 8-bit numbers",
     "half": "lockstep.DataParallel, gradients travel as bf16",
     "int8": "as 8-bit numbers",
     "sign": "as signs",
@@ -49,7 +50,7 @@ PEERS = {
 }
 """Kinds of everybody else."""
 KINDS = {**LIMITS, **OURS, **PEERS}
-BUCKETED = ("lockstep", "untold", "zero1", "zero2", "zero3", "zero3-reshard", "ddp")
+BUCKETED = ("lockstep", "untold", "zero1", "zero2", "zero3", "zero3-reshard", "zero3-int8", "ddp")
 """Kinds that take a cap of their buckets;"""
 MOVABLE = (*BUCKETED, "zero-redundancy", "fsdp2")
 """kinds that take a backend."""
@@ -62,8 +63,9 @@ ON_CPU = (
 )  # fmt: skip
 """What `bench step` measures if nothing else is said;"""
 ON_GPU = (
-    "nocomm", "lockstep", "trainer", "trainer-graph", "zero1", "zero2", "zero3", "half", "int8", "ddp", "ddp-bf16",
-    "fsdp2", "zero-redundancy", "accelerate", "fabric", "deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3",
+    "nocomm", "lockstep", "trainer", "trainer-graph", "zero1", "zero2", "zero3", "zero3-int8", "half", "int8", "ddp",
+    "ddp-bf16", "fsdp2", "zero-redundancy", "accelerate", "fabric", "deepspeed0", "deepspeed1", "deepspeed2",
+    "deepspeed3",
 )  # fmt: skip
 """what `bench gpu` does."""
 

@@ -20,6 +20,7 @@ LEARNING_RATE = 3e-4
 WIRES: dict[str, wire.Wire | wire.Auto] = {
     "half": wire.Half("bf16"),
     "int8": wire.Int8(),
+    "zero3-int8": wire.Int8(),
     "sign": wire.Sign(),
     "topk": wire.TopK(0.01),
     "lowrank": wire.LowRank(2),
@@ -140,6 +141,7 @@ def _data_parallel(setting: VariantSetting) -> Variant:
         bucket_cap_mb=setting.cap_mb,
         process_group=setting.group,
         wire=WIRES.get(setting.kind),
+        gather_wire=wire.Int8() if setting.kind == "zero3-int8" else None,
         optimizer=None if setting.kind == "untold" else optimizer,
         zero=int(setting.kind[4]) if setting.kind.startswith("zero") else 0,
         reshard_after_forward=True if setting.kind.endswith("-reshard") else None,

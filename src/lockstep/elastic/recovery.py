@@ -35,6 +35,7 @@ same place in its script as all others, about to make the same call.
 """
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -325,7 +326,8 @@ class Recovery:
     def _ask_to_leave(self, _signum: int, _frame: Any) -> None:
         """SIGTERM: go before the next step; the second one, and one to a worker not counted yet, end it at once."""
         if self.is_leaving or self._generations.is_waiting:
-            sys.exit(128 + signal.SIGTERM)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)  # Its launcher sees what ended it.
         self.is_leaving = True
 
     # Silence

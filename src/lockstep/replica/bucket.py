@@ -243,6 +243,7 @@ class Buckets:
             tail_cap_bytes=self._rules.tail_cap_bytes,
             grain=self._grain,
             parts=self._rules.parts,
+            part_grain=self._rules.part_grain,
         )
         self.all.clear()  # Frees the old ones before the new ones are made, where no gradient holds them.
         for param in self._params:

@@ -25,7 +25,7 @@ from lockstep.replica.reducer import Reducer
 from lockstep.replica.step_state import JoinMode
 from lockstep.replica.wrapping import WrapOptions, data_worlds, input_device
 from lockstep.weight import Weight, checked
-from lockstep.wire import Auto, Wire
+from lockstep.wire import Auto, Half, Int8, Wire
 from lockstep.wire.reduction import WireReduction
 from lockstep.world import join
 
@@ -68,6 +68,9 @@ class DataParallel(nn.Module):
     wire: one of `lockstep.wire` (Half, Int8, Sign, TopK, LowRank): how gradients are encoded while they travel, for
         slow networks; "auto" measures in the first steps and picks (see `lockstep.wire.Auto`, `model.wire_report()`).
         Each says in its docstring what it costs and what it does to exactness.
+    gather_wire: with zero=3, how parameters are encoded while they are gathered, as wire.Int8() or wire.Half(): the
+        model computes with what is left of them, the optimizer and checkpoints have them whole. Over shared memory
+        nothing is gathered.
     shards: `Trainer` uses this, to have everything added along one tree.
     reduces: False starts equal and sends nothing afterwards: for strategies, which exchange something else.
     blocks: with zero=3, the submodules whose parameters are gathered and released together, by name or by class; if
@@ -112,6 +115,7 @@ class DataParallel(nn.Module):
         reshard_after_forward: bool | None = None,
         precision: Precision | None = None,
         wire: Wire | Auto | Literal["auto"] | None = None,
+        gather_wire: Int8 | Half | None = None,
         shards: StepShards | None = None,
         reduces: bool = True,
     ) -> None:
@@ -126,6 +130,7 @@ class DataParallel(nn.Module):
             blocks=blocks,
             precision=precision,
             wire=wire,
+            gather_wire=gather_wire,
             reduces=reduces,
             reshard_after_forward=reshard_after_forward,
         )

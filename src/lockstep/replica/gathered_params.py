@@ -27,11 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.comm.group import all_gather
 from lockstep.replica.autograd_hooks import call_at_begin, call_at_end
 from lockstep.replica.launch_order import LaunchOrder
-from lockstep.replica.layout import BucketPlan, FlatSpan, view_of
+from lockstep.replica.layout import BucketPlan, FlatSpan, are_equal, view_of
 from lockstep.replica.params import FlatParams, gather_parts
 from lockstep.torch_private import in_backward
+from lockstep.wire import Half, Int8
 from lockstep.world import FIRST, World
 
 MODEL = -1
@@ -43,8 +45,10 @@ AHEAD = 2
 class Gathered:
     """The flat tensor of one bucket, and the part of it that stays."""
 
-    def __init__(self, world: World, plan: BucketPlan, params: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self._world = world
+    def __init__(
+        self, world: World, plan: BucketPlan, params: Sequence[Tensor], dtype: torch.dtype, wire: Int8 | Half | None
+    ) -> None:
+        self._world, self._wire = world, wire
         self._plan, self._params = plan, params
         self.flat, self._views = self._new_flat(dtype)
         with torch.no_grad():
@@ -54,6 +58,8 @@ class Gathered:
         self.own: Tensor = self.flat
         self._spans: Sequence[FlatSpan] = ()
         self._work: list[Any] = []
+        self._packed: list[Tensor] = []
+        """What is on its way, where it is encoded: what this worker sends, and all that is to arrive."""
         self.is_asked = self.is_there = True
         self.has_frozen = any(not param.requires_grad for param in params)
 
@@ -70,12 +76,20 @@ class Gathered:
         self.release()
         return self.own
 
-    def ask(self, group: dist.ProcessGroup) -> None:
-        """Start gathering; every worker does so at the same place of the launch order, whether it has this or not."""
+    def ask(self, group: dist.ProcessGroup, *, plainly: bool = False) -> None:
+        """Start gathering; every worker does so at the same place of the launch order, whether it has this or not.
+
+        plainly: as the parameters are, whatever the wire.
+        """
         if not self.is_asked:
             self.is_asked = True
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-        self._work += gather_parts(self.flat, self.own, self._spans, group)
+        if self._wire is None or plainly or not are_equal(self._spans):
+            self._work += gather_parts(self.flat, self.own, self._spans, group)
+            return
+        packed = self._wire.pack(self.own)
+        self._packed += [packed, packed.new_empty(len(self._spans) * packed.numel())]
+        self._work.append(all_gather(self._packed[-1], packed, group))
 
     def gather(self) -> None:
         """Return when the parameters are there, which were asked for."""
@@ -89,6 +103,10 @@ class Gathered:
         for work in self._work:
             self._world.await_on_device(work, "gathering parameters")
         self._work = []
+        if self._packed and self._wire is not None:
+            # By `data`, whose changes autograd does not count: these are the values that it has saved views of.
+            self._wire.unpack(self._packed[-1], self.flat.data, len(self._spans))
+            self._packed = []
 
     def is_on_its_way(self) -> bool:
         """Whether a gather has begun and not ended."""
@@ -124,10 +142,11 @@ class GatheredParams(FlatParams):
         block_of: Mapping[nn.Parameter, int],
         *,
         reshards: bool,
+        wire: Int8 | Half | None = None,
     ) -> None:
-        """`reshards`: a block is released between its forward and its backward pass."""
+        """`reshards`: a block is released between its forward and its backward pass. `wire`: how parts travel."""
         super().__init__(world, group)
-        self._reshards = reshards
+        self._reshards, self._wire = reshards, wire
         self._block_of = block_of
         self._buckets: list[Gathered] = []
         self._of_block: dict[int, list[Gathered]] = {number: [] for number in range(MODEL, len(blocks))}
@@ -174,7 +193,7 @@ class GatheredParams(FlatParams):
 
     def place(self, plan: BucketPlan, params: Sequence[Any], spans: Sequence[FlatSpan], dtype: torch.dtype) -> Tensor:
         """Move a block's parameters into a flat tensor, keep the owned part of it, and release the rest."""
-        gathered = Gathered(self._world, plan, params, dtype)
+        gathered = Gathered(self._world, plan, params, dtype, self._wire)
         self._buckets.append(gathered)
         self._of_block[self._block_of[params[0]]].append(gathered)
         return gathered.keep(spans)
@@ -240,7 +259,7 @@ class GatheredParams(FlatParams):
         self._after_pass()
         with self._order.busy():
             for gathered in self._buckets:
-                gathered.ask(self._group)
+                gathered.ask(self._group, plainly=True)
             for gathered in self._buckets:
                 gathered.gather()
             self._is_whole = True

@@ -12,6 +12,7 @@ elements within a span are a fragment.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +68,8 @@ class LayoutRules:
     """Where parameters are put that are nowhere yet."""
     parts: int = 1
     """Into how many equal parts a bucket must fall."""
+    part_grain: int = 1
+    """Each of them is a multiple of so many elements."""
     is_fixed: bool = False
     """Whether parameters keep the places they were first given."""
     grads_dtype: torch.dtype | None = None
@@ -128,9 +131,9 @@ class BucketPlan:
         return self.tail_offset + self.tail_numel
 
 
-def aligned(numel: int, dtype: torch.dtype) -> int:
-    """`numel` rounded up so that what follows starts on a 128-byte boundary."""
-    step = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+def aligned(numel: int, dtype: torch.dtype, grain: int = 1) -> int:
+    """`numel` rounded up so that what follows starts on a 128-byte boundary, and is a multiple of `grain`."""
+    step = math.lcm(max(1, ALIGNMENT_BYTES // dtype.itemsize), grain)
     return -(-numel // step) * step
 
 
@@ -142,17 +145,19 @@ def plan(
     tail_cap_bytes: int = sys.maxsize,
     grain: Granularity = USUAL,
     parts: int = 1,
+    part_grain: int = 1,
 ) -> tuple[BucketPlan, ...]:
     """Buckets in launch order, for gradients expected in the order of `specs`.
 
     The last bucket carries a tail of `tail_numel` elements; it is one without gradients where `tail_alone` asks for it,
     where the last one with gradients has more than `tail_cap_bytes` or is some block's, or where its dtype cannot count
-    exactly. Gradients end where `parts` equal parts of them begin on 128-byte boundaries.
+    exactly. Gradients end where `parts` equal parts of them begin on 128-byte boundaries and at multiples of
+    `part_grain`.
     """
     groups = _fill(specs, grain)
     last_arrival = {spec.index: place for place, spec in enumerate(specs)}
     groups.sort(key=lambda group: max(last_arrival[spec.index] for spec in group))
-    buckets = [_lay_out(group, parts) for group in groups]
+    buckets = [_lay_out(group, parts, part_grain) for group in groups]
     if buckets:
         buckets[-1] = replace(buckets[-1], is_last=True)
     if tail_alone or not buckets or not _can_carry_tail(groups[-1], tail_cap_bytes):
@@ -207,13 +212,13 @@ def _fill_kind(specs: Sequence[ParamSpec], grain: Granularity) -> Iterator[list[
         yield group
 
 
-def _lay_out(group: Sequence[ParamSpec], parts: int) -> BucketPlan:
+def _lay_out(group: Sequence[ParamSpec], parts: int, part_grain: int) -> BucketPlan:
     slots = []
     offset = 0
     for spec in group:
         slots.append(Slot(spec.index, offset, spec.numel, spec.strides))
         offset += aligned(spec.numel, spec.dtype)
-    part = aligned(-(-offset // parts), group[0].dtype)
+    part = aligned(-(-offset // parts), group[0].dtype, part_grain)
     return BucketPlan(group[0].dtype, group[0].device, tuple(slots), part * parts)
 
 

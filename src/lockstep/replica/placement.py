@@ -14,6 +14,7 @@ The reducer decides when a bucket travels; a placement owns the reduction, and d
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ class SplitPlacement(Placement):
                 found,
                 dict(zip(params, numbers, strict=True)),
                 reshards=not _all_have_room(world, params) if reshards is None else reshards,
+                wire=options.gather_wire,
             )
             self._flat_params = self.gathered
         memory = memory_of(group, device)
@@ -128,6 +130,7 @@ class SplitPlacement(Placement):
         self.rules = LayoutRules(
             device,
             parts=reduction.num_parts,
+            part_grain=lcm(reduction.part_grain, getattr(options.gather_wire, "grain", 1)),
             is_fixed=True,
             grads_dtype=precision.grads if precision is not None else None,
             tail_cap_bytes=TAIL_CAP_BYTES if is_shared and isinstance(reduction, FastReduction) else 0,

@@ -38,6 +38,8 @@ class BucketReduction:
     """As many sums does a worker send of each bucket."""
     num_parts = 1
     """Into how many equal parts a bucket must fall where gradients are split."""
+    part_grain = 1
+    """Each of them is a multiple of so many elements."""
     sends_tail_apart = True
     """Whether the notes must be in a bucket of their own."""
     is_waited_for = True
@@ -183,13 +185,14 @@ class TreeReduction(BucketReduction):
 
 
 class CodedReduction(BucketReduction):
-    """By wires; what comes back is decoded whole."""
+    """By wires; where gradients are split, what comes back is this worker's part alone."""
 
-    def __init__(self, wire: WireReduction, names: Sequence[str], size: int) -> None:
+    def __init__(self, wire: WireReduction, names: Sequence[str], rank: int, size: int) -> None:
         self.wire = wire
         """What the wires remember and count."""
-        self._names = names
+        self._names, self._rank = names, rank
         self.num_parts = size
+        self.part_grain = wire.part_grain
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """These are the buckets from now on."""
@@ -198,6 +201,19 @@ class CodedReduction(BucketReduction):
     def all_reduce(self, bucket: Bucket) -> Any:
         """See BucketReduction."""
         return self.wire.all_reduce(bucket.place, bucket.flat_grads if bucket.indices else bucket.flat)
+
+    def cut(self, plan: BucketPlan, size: int) -> list[FlatSpan]:
+        """Equal ones."""
+        return equal_spans(plan, size)
+
+    def scatters(self, spans: Sequence[FlatSpan]) -> bool:
+        """Only equal ones."""
+        return are_equal(spans)
+
+    def reduce_scatter(self, bucket: Bucket, spans: Sequence[FlatSpan], out: Tensor) -> Any:
+        """See BucketReduction."""
+        own = spans[self._rank]
+        return self.wire.reduce_scatter(bucket.place, bucket.flat_grads, slice(own.begin, own.end), out)
 
     def release(self) -> None:
         """Let go of the group."""

@@ -14,7 +14,7 @@ from lockstep.replica.layout import overlaps
 from lockstep.replica.local_params import local_part
 from lockstep.replica.precision import Precision
 from lockstep.torch_private import is_dtensor, root_of
-from lockstep.wire import Auto, Wire
+from lockstep.wire import Auto, Half, Int8, Wire
 from lockstep.wire.auto import require_wire
 from lockstep.world import World, join
 
@@ -36,6 +36,8 @@ class WrapOptions:
     blocks: Sequence[str | type[nn.Module]] | None
     precision: Precision | None
     wire: Wire | Auto | Literal["auto"] | None
+    gather_wire: Int8 | Half | None
+    """How parameters are encoded while they are gathered."""
     reduces: bool
     reshard_after_forward: bool | None
 
@@ -44,6 +46,11 @@ class WrapOptions:
         _require_module(module)
         _require_stage(self.zero, self.optimizer, self.precision, module)
         require_wire(self.wire)
+        if self.gather_wire is not None and (self.zero != 3 or not isinstance(self.gather_wire, Int8 | Half)):
+            raise UsageError(
+                f"gather_wire={self.gather_wire!r} with zero={self.zero}: it says how parameters are encoded while "
+                "they are gathered, which zero=3 does, and is lockstep.wire.Int8() or lockstep.wire.Half()."
+            )
         if self.reshard_after_forward not in (None, True, False):
             raise UsageError(f"reshard_after_forward={self.reshard_after_forward!r}: True, False, or None to choose.")
         cap_mb = self.bucket_cap_mb

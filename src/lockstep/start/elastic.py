@@ -24,7 +24,7 @@ from typing import Any
 
 from lockstep.elastic.coordinator import PREFIX, Coordinator, Decision, Keys
 from lockstep.errors import UsageError
-from lockstep.start.failure import error_line, how, is_consequence
+from lockstep.start.failure import error_line, how, is_consequence, was_asked_to_end
 from lockstep.start.hosts import say
 from lockstep.start.process import Worker
 from lockstep.start.supervisor import NOTICE, Supervisor
@@ -280,7 +280,7 @@ class ElasticWorkers:
         if not code or self.has_finished or worker.was_told_to_end or member in self._asked:
             return
         words = self.last_words(member) if code > 0 else ""
-        if code > 0 and not is_consequence(words):
+        if code > 0 and not is_consequence(words) and not was_asked_to_end(code):
             self._ended_by[member] = error_line(words) or how(code)
             alike = [each for each, error in self._ended_by.items() if error == self._ended_by[member]]
             if len(alike) >= _ALIKE:
@@ -293,6 +293,9 @@ class ElasticWorkers:
             if is_member and self._give_up_at is None:
                 self._give_up_at = time.monotonic() + NOTICE.total_seconds()
                 say(f"{said}; without a lockstep.Trainer no worker can be replaced alone: all are ended.")
+            return
+        if was_asked_to_end(code):
+            say(f"worker {member} (pid {worker.pid}) has ended by SIGTERM, at once; another takes its place.")
             return
         if is_consequence(words) and self._num_free:  # Of another's end, which counts.
             self._num_free -= 1

@@ -102,6 +102,11 @@ def first(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failed: (failed.is_consequence, failed.was_told_to_end, failed.time), default=None)
 
 
+def was_asked_to_end(code: int) -> bool:
+    """Whether a worker has ended by SIGTERM: somebody wanted that, and its script has not failed."""
+    return code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
 def is_consequence(text: str) -> bool:
     """Whether a traceback says that a peer's failure was the cause."""
     return any(

@@ -108,6 +108,9 @@ class ChoosingReduction(WireReduction):
         self._course = self._choose()
         next(self._course, None)
 
+    def _wires(self) -> Sequence[Wire]:
+        return self._auto.wires()
+
     def report(self) -> str:
         """What was chosen, and why."""
         return str(self.choice) if self.choice is not None else 'wire="auto" has not chosen yet: it is measuring.'

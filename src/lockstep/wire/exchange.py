@@ -17,19 +17,22 @@ chunk r.
     combine   each owner decodes the N that arrived, adds them in fp32 in the order of the ranks, encodes the sum
     decode    every worker decodes the N encoded sums (all-gather): from the same bytes, so to the same bits
 
-Every value is encoded twice on its way. Both times the loss is kept as error: by the worker that encoded its gradient,
-and by the owner that encoded the sum.
+Where gradients are split (zero=1 to 3) an owner keeps the sum of its chunk, and there is no way back: half the bytes.
+
+Otherwise every value is encoded twice on its way. Both times the loss is kept as error: by the worker that encoded its
+gradient, and by the owner that encoded the sum.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.group import all_gather
+from lockstep.comm.group import all_gather, reduce_scatter
 from lockstep.wire.error_feedback import ErrorFeedback, clear, load_errors, padding_of, save_errors
 from lockstep.wire.protocol import BucketShape, Parcel, Passage, Route, Wire, as_bucket
 
@@ -60,6 +63,18 @@ class Exchange:
         self.finish(flat)
         return flat
 
+    def run_scattered(self, flat: Tensor, part: slice, out: Tensor) -> None:
+        """Set `out` to `part` of the sum over all workers, where `part` is this worker's of as many equal ones."""
+        _wait(self.launch(flat))
+        assert self._arrived is not None
+        own = self.passage.own_sum(self._arrived)
+        if own is None:
+            _wait(self.relay())
+            self.finish(flat)
+            own = flat[part]
+        out.copy_(own)
+        self._sent = self._arrived = None
+
     def launch(self, flat: Tensor) -> Any:
         """Encode and send out; returns what to wait for before `relay`, None if nothing."""
         self.num_bytes = 0
@@ -77,6 +92,17 @@ class Exchange:
         self.passage.decode(self._arrived, flat)
         self._sent = self._arrived = None
 
+    def finish_sum(self, flat: Tensor) -> Tensor:
+        """The same of a SumWire, which has nothing to send back; returns `flat`."""
+        self.relay()
+        self.finish(flat)
+        return flat
+
+    def launch_scattered(self, flat: Tensor) -> Any:
+        """As `launch`, of a SumWire; `finish` then gets this worker's part of as many equal ones."""
+        self.num_bytes = 0
+        return self._send(replace(self.passage.encode(flat), route=Route.SCATTER))
+
     def _send(self, parcel: Parcel) -> Any:
         """Start what the parcel needs; what arrives of it is in `_arrived` when that is over."""
         tensor, route = parcel.tensor, parcel.route
@@ -86,6 +112,8 @@ class Exchange:
             return None
         if route is Route.SUM:
             return dist.all_reduce(tensor, group=self._group, async_op=True)
+        if route is Route.SCATTER:
+            return reduce_scatter(self._arrived, tensor, self._group)
         if route is Route.SWAP:
             return dist.all_to_all_single(self._arrived, tensor, group=self._group, async_op=True)
         return all_gather(self._arrived.view(-1), tensor.view(-1), self._group)
@@ -93,8 +121,10 @@ class Exchange:
 
 def _place_for(tensor: Tensor, route: Route, size: int) -> Tensor:
     """Where a parcel arrives: sums in place, as does everything in a world of one."""
-    if route is Route.SUM or (route is Route.SWAP and size == 1):
+    if route is Route.SUM or (size == 1 and route is not Route.GATHER):
         return tensor
+    if route is Route.SCATTER:
+        return tensor.new_empty(tensor.numel() // size)
     if size == 1:
         return tensor.view(1, -1)
     return torch.empty_like(tensor) if route is Route.SWAP else tensor.new_empty(size, tensor.numel())
@@ -123,6 +153,14 @@ class SumWire(ABC):
         """Write the sum to `out`, which has the memory that was encoded."""
         if summed.data_ptr() != out.data_ptr():
             out.copy_(summed)
+
+    def pack(self, values: Tensor) -> Tensor:
+        """The same for parameters, which nothing is added to."""
+        return self.encode(values)
+
+    def unpack(self, packed: Tensor, out: Tensor, size: int) -> None:
+        """Write what `size` workers have packed, one behind the other, to `out`."""
+        self.decode(packed, out)
 
     def bytes_promised(self, bucket: BucketShape | int, size: int) -> int:
         """2(N-1)/N of the encoded bucket, as a ring sends."""
@@ -191,6 +229,15 @@ class ChunkWire(ABC):
         else:
             out.copy_(decoded)
 
+    def pack(self, values: Tensor) -> Tensor:
+        """A part of the parameters, whole blocks of them, as flat bytes; the values stay as they are."""
+        return self.encode(values.float().view(1, -1)).view(-1)
+
+    def unpack(self, packed: Tensor, out: Tensor, size: int) -> None:
+        """Write what `size` workers have packed, one behind the other, to `out`."""
+        if out.numel():
+            self.put(packed.view(size, -1), out.view(size, -1), adds=False)
+
     def chunk_numel(self, numel: int, size: int) -> int:
         """Values of one of `size` chunks of a bucket of `numel`."""
         return -(-numel // (size * self.grain)) * self.grain
@@ -253,13 +300,26 @@ class ChunkPassage(Passage):
     def combine(self, arrived: Tensor) -> Parcel:
         """Add everybody's version of the owned chunk, and encode the sum."""
         self._owner_error.fade()
+        total = self._add_to_owner_error(arrived)
+        encoded = self._take(total, self._rank)
+        self._owner_error.settle()
+        return Parcel(encoded, Route.GATHER)
+
+    def _add_to_owner_error(self, arrived: Tensor) -> Tensor:
         total = self._owner_error.values.view(1, self._chunk)
         for row in arrived.split(1) if self._chunk else ():
             self._wire.put(row, total, adds=True)
         self._owner_error.settle()  # Others may have decoded something to the padding.
-        encoded = self._take(total, self._rank)
-        self._owner_error.settle()
-        return Parcel(encoded, Route.GATHER)
+        return total
+
+    def own_sum(self, arrived: Tensor) -> Tensor | None:
+        """Add everybody's version of the owned chunk, where chunks are the equal parts of the bucket."""
+        if self._chunk * self._size != self._bucket.numel:
+            return None
+        self._add_to_owner_error(arrived)  # Nothing is in it but what was left by exchanges that did go back.
+        own = self._owner_error.values.clone()
+        self._owner_error.values.zero_()
+        return own
 
     def decode(self, arrived: Tensor, flat: Tensor) -> None:
         """Decode all sums: whole chunks in place, the last by way of a copy where it reaches beyond the bucket."""

@@ -112,6 +112,12 @@ class AfterPassage(Passage):
         """What the wire sends back, once it has begun."""
         return self._now.combine(arrived)
 
+    def own_sum(self, arrived: Tensor) -> Tensor | None:
+        """As the present wire has it; it counts, where there is one."""
+        own = self._now.own_sum(arrived)
+        self._count += own is not None
+        return own
+
     def decode(self, arrived: Tensor, flat: Tensor) -> None:
         """Decode, and count."""
         self._now.decode(arrived, flat)

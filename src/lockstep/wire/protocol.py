@@ -50,13 +50,15 @@ class Route(Enum):
     """All-to-all: row r goes to worker r; one row from each worker arrives, in the order of the ranks."""
     GATHER = "gather"
     """All-gather: everybody's tensors arrive as rows, in the order of the ranks."""
+    SCATTER = "scatter"
+    """Reduce-scatter: this worker's equal part of the sum of everybody's tensors arrives."""
 
     def num_bytes(self, parcel_bytes: int, size: int) -> int:
         """What one of `size` workers sends for a parcel of that many bytes; an all-reduce counts as a ring."""
         others = size - 1
         if self is Route.SUM:
             return -(-2 * others * parcel_bytes // size)
-        return others * parcel_bytes // size if self is Route.SWAP else others * parcel_bytes
+        return others * parcel_bytes if self is Route.GATHER else others * parcel_bytes // size
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,13 @@ class Passage(ABC):
 
     def combine(self, arrived: Tensor) -> Parcel | None:
         """Make the parcel back of what arrived; None if what arrived is to be decoded."""
+        return None
+
+    def own_sum(self, arrived: Tensor) -> Tensor | None:
+        """The sum at this worker's equal part of the bucket, from what arrived of it; None if sums only come whole.
+
+        In place of `combine` and `decode`, where every worker needs its part alone.
+        """
         return None
 
     @abstractmethod

@@ -3,14 +3,17 @@
 When buckets are laid out anew, that moves over, by the names of parameters. What is not gradients travels plainly.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.group import moves_parts
 from lockstep.comm.tree import carrier_of
 from lockstep.weight import Factor
 from lockstep.wire.error_feedback import ErrorFeedback, all_errors, save_errors
@@ -50,15 +53,37 @@ class WireReduction:
     def all_reduce(self, place: int, flat: Tensor) -> Any:
         """Start adding the bucket `flat` over the wire; returns what to wait for. What has no shape is not encoded."""
         exchange = self._exchanges.get(place)
-        if self._unsent and (unsent := self._unsent.pop(place, None)) is not None:
-            flat[: unsent.values.numel()].add_(unsent.values)
+        self._add_unsent(place, flat)
         if isinstance(self._wire, SumWire):  # One message, which is launched and waited for like any other bucket.
             if exchange is None:
                 return dist.all_reduce(flat, group=self._group, async_op=True)
-            return _Decoding(exchange, exchange.launch(flat), flat)
+            return _Decoding(exchange.launch(flat), partial(exchange.finish_sum, flat))
         if exchange is None:
             return self._carrier.carry_out(lambda: dist.all_reduce(flat, group=self._group))
         return self._carrier.carry_out(lambda: exchange.run(flat))
+
+    def reduce_scatter(self, place: int, flat: Tensor, part: slice, out: Tensor) -> Any:
+        """Start setting `out` to `part` of the sum, where `part` is this worker's of as many equal ones."""
+        exchange = self._exchanges[place]
+        self._add_unsent(place, flat)
+        if isinstance(self._wire, SumWire):
+            if moves_parts(self._group):
+                return _Decoding(exchange.launch_scattered(flat), partial(exchange.finish, out))
+            return _Decoding(exchange.launch(flat), lambda: out.copy_(exchange.finish_sum(flat)[part]))
+        return self._carrier.carry_out(lambda: exchange.run_scattered(flat, part, out))
+
+    def _add_unsent(self, place: int, flat: Tensor) -> None:
+        if self._unsent and (unsent := self._unsent.pop(place, None)) is not None:
+            flat[: unsent.values.numel()].add_(unsent.values)
+
+    @property
+    def part_grain(self) -> int:
+        """Where a bucket falls into equal parts, each is a multiple of so many values."""
+        return lcm(*(getattr(each, "grain", 1) for each in self._wires()))
+
+    def _wires(self) -> Sequence[Wire]:
+        """All that may encode a bucket."""
+        return [self._wire, getattr(self._wire, "wire", self._wire)]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -121,8 +146,8 @@ class WireReduction:
 class _Decoding:
     """A sum on its way, which is decoded when it is waited for."""
 
-    def __init__(self, exchange: Exchange, work: Any, flat: Tensor) -> None:
-        self._exchange, self._work, self._flat = exchange, work, flat
+    def __init__(self, work: Any, decode: Callable[[], object]) -> None:
+        self._work, self._decode = work, decode
         self._is_decoded = False
 
     def wait(self, *timeout: timedelta) -> bool:
@@ -131,8 +156,7 @@ class _Decoding:
             self._work.wait(*timeout)
         if not self._is_decoded:
             self._is_decoded = True
-            self._exchange.relay()
-            self._exchange.finish(self._flat)
+            self._decode()
         return True
 
     def is_completed(self) -> bool:
