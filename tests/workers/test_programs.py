@@ -48,7 +48,7 @@ NAMES = {
 }
 """Every program, and what it is started with; those with a `kind` are in hugging.py."""
 NEEDS = {"timm_ema": "timm", "mixtral": "transformers", "t5": "transformers", "vit": "transformers"}
-COMPILED = ("nanogpt", "imagenet", "lora", "contrastive", "vit")
+COMPILED = ("nanogpt", "lora", "contrastive", "vit")
 DOUBLE = 1e-7
 """T5 computes some of it in single precision."""
 
