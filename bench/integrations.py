@@ -169,7 +169,7 @@ def main():
                     "library": library, "model": given.model, "workers": world.size,
                     "ddp_ms": round(1e3 * medians["ddp"], 1), "lockstep_ms": round(1e3 * medians["lockstep"], 1),
                     "ratio": round(medians["lockstep"] / medians["ddp"], 3),
-                            "ratio_of_quick_quarters": round(quick["lockstep"] / quick["ddp"], 3),
+                    "ratio_of_quick_quarters": round(quick["lockstep"] / quick["ddp"], 3),
                     "ratios_of_turns": [round(each, 2) for each in sorted(ratios)],
                 }), flush=True)  # fmt: skip
 
