@@ -17,7 +17,9 @@ def main(zero=0, mistake=None, compiled=0, steps=5):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    model = lockstep.DataParallel(torch.compile(net) if compiled else net, optimizer=optimizer, zero=zero)
+    model = lockstep.DataParallel(
+        torch.compile(net, backend="aot_eager") if compiled else net, optimizer=optimizer, zero=zero
+    )
     for _ in range(steps):
         x = torch.randn(12, 8, generator=generator)
         y = x + 0.3 * torch.randn(12, 8, generator=generator)

@@ -42,7 +42,9 @@ def main(kind="t5", zero=0, mistake=None, compiled=0, steps=4):
     net, rows, names = built(kind, generator)
     net = net.double().train()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    model = lockstep.DataParallel(torch.compile(net) if compiled else net, optimizer=optimizer, zero=zero)
+    model = lockstep.DataParallel(
+        torch.compile(net, backend="aot_eager") if compiled else net, optimizer=optimizer, zero=zero
+    )
     loader = DataLoader(TensorDataset(*rows), 7)
     for _, batch in zip(range(steps), loader if mistake else lockstep.shard(loader), strict=False):
         model(**dict(zip(names, batch, strict=True))).loss.backward()

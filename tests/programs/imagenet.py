@@ -32,7 +32,9 @@ def main(zero=0, mistake=None, compiled=0, epochs=2):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=False)
-    model = lockstep.DataParallel(torch.compile(net) if compiled else net, optimizer=optimizer, zero=zero)
+    model = lockstep.DataParallel(
+        torch.compile(net, backend="aot_eager") if compiled else net, optimizer=optimizer, zero=zero
+    )
     loader = DataLoader(TensorDataset(images, labels), 8, shuffle=mistake != "not_sharded")
     train_loader = loader if mistake == "not_sharded" else lockstep.shard(loader)
     test_loader = lockstep.shard(DataLoader(TensorDataset(images[:14], labels[:14]), 6))

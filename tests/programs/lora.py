@@ -31,7 +31,9 @@ def main(zero=0, mistake=None, compiled=0, steps=6):
     net[4].requires_grad_(False)
     rate = 1e-2 * world.size if mistake == "rate" else 1e-2
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
-    model = lockstep.DataParallel(torch.compile(net) if compiled else net, optimizer=optimizer, zero=zero)
+    model = lockstep.DataParallel(
+        torch.compile(net, backend="aot_eager") if compiled else net, optimizer=optimizer, zero=zero
+    )
     loader = lockstep.shard(DataLoader(rows, 7))
     for step, (x, y) in zip(range(steps), loader, strict=False):
         if step == 3:

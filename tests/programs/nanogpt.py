@@ -57,7 +57,9 @@ def main(zero=0, mistake=None, compiled=0, steps=5, backend=None):
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
     scaler = torch.amp.GradScaler("cpu")
-    model = lockstep.DataParallel(torch.compile(net) if compiled else net, optimizer=optimizer, zero=zero)
+    model = lockstep.DataParallel(
+        torch.compile(net, backend="aot_eager") if compiled else net, optimizer=optimizer, zero=zero
+    )
 
     def get_batch(size):
         begins = torch.randint(len(text) - LENGTH - 1, (size,), generator=generator)

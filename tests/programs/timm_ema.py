@@ -22,7 +22,9 @@ def main(zero=0, mistake=None, compiled=0, steps=5):
     net = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=4, embed_dim=24, depth=2, num_heads=2)
     optimizer = create_optimizer_v2(net, opt="adamw", lr=1e-2, weight_decay=0.05, filter_bias_and_bn=True)
     average = ModelEmaV3(net, decay=0.9)
-    model = lockstep.DataParallel(torch.compile(net) if compiled else net, optimizer=optimizer, zero=zero)
+    model = lockstep.DataParallel(
+        torch.compile(net, backend="aot_eager") if compiled else net, optimizer=optimizer, zero=zero
+    )
     loader = DataLoader(TensorDataset(x, y), 7)
     for _, (images, labels) in zip(range(steps), loader if mistake else lockstep.shard(loader), strict=False):
         F.cross_entropy(model(images), labels).backward()

@@ -11,7 +11,7 @@ import netns
 import pytest
 
 from lockstep import environment
-from lockstep.cli.main import _parser
+from lockstep.cli.main import make_parser
 from lockstep.cli.run import _elastic
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
@@ -113,7 +113,7 @@ def test_each_pod_knows_its_place(path):
 
     places = []
     for words, told in pods(document):
-        args = _parser([command]).parse_args(words[1:])
+        args = make_parser([command]).parse_args(words[1:])
         assert words[0] == "lockstep" and _elastic(args) is not None
         places.append(environment.hosts_of(told, args.hosts, args.host_rank, args.meet, args.join))
     least = 2 if path.name == "pytorchjob.yaml" else 4

@@ -157,7 +157,9 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, zero: int = 0, wrapping: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        lockstep.join()  # Before Accelerate opens a group of its own.
+        world = lockstep.join()  # Before Accelerate opens a group of its own.
+        if world.device.type == "cpu":
+            kwargs.setdefault("cpu", True)  # Without it, Accelerate sees one worker where there is no GPU.
         super().__init__(*args, **kwargs)
         self.take_over(zero, wrapping)
 
