@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -48,8 +49,14 @@ def example_in_world(world, path, folder):
     os.chdir(folder)
     sys.argv = [path]
     said = Path(folder, f"said-{world.rank}")
-    with said.open("w") as file, contextlib.redirect_stdout(file):
-        runpy.run_path(path, run_name="__main__")
+    # Loader processes as a script has them: those of a process that came from a fork server would be servers' too.
+    usual = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        with said.open("w") as file, contextlib.redirect_stdout(file):
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        multiprocessing.set_start_method(usual, force=True)
     return said.read_text()
 
 
