@@ -18,7 +18,16 @@ import lockstep
 from lockstep.cli.main import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[1]
-TO_COME = {"play.md", "plan.md", "plan_memory.md", "notebooks.md", "lightning.md", "transformers.md", "trackers.md"}
+TO_COME = {
+    "play.md",
+    "plan.md",
+    "plan_memory.md",
+    "notebooks.md",
+    "lightning.md",
+    "transformers.md",
+    "trackers.md",
+    "works_with.md",
+}
 """In the navigation, and still to be written."""
 README = next(path for path in (ROOT / "docs" / "README.draft.md", ROOT / "README.md") if path.exists())
 """The draft is to stand where README.md stands."""
