@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lockstep
 
-LINES, BATCH = 2048, 64
+LINES, BATCH = 1024, 32
 
 
 class Stream(IterableDataset):

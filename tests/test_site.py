@@ -18,7 +18,16 @@ import lockstep
 from lockstep.cli.main import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[1]
-TO_COME = {"play.md", "plan.md", "plan_memory.md", "notebooks.md", "lightning.md", "transformers.md", "trackers.md"}
+TO_COME = {
+    "play.md",
+    "plan.md",
+    "plan_memory.md",
+    "notebooks.md",
+    "lightning.md",
+    "transformers.md",
+    "trackers.md",
+    "works_with.md",
+}
 """In the navigation, and still to be written."""
 README = next(path for path in (ROOT / "docs" / "README.draft.md", ROOT / "README.md") if path.exists())
 """The draft is to stand where README.md stands."""
@@ -73,10 +82,18 @@ def test_the_navigation_names_what_there_is():
 # Search, in the browser that readers have
 
 
-@pytest.fixture(scope="module", params=["served", "opened as files"])
-def browser(request, site, tmp_path_factory):
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
     if CHROMIUM is None:
         pytest.skip("no Chromium on the PATH")
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def served(site, browser):
+    """The browser, at the first page of the site."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args):
@@ -84,11 +101,8 @@ def browser(request, site, tmp_path_factory):
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    served = f"http://127.0.0.1:{server.server_port}/index.html"
-    browser.show(served if request.param == "served" else site / "index.html", 1280)
+    browser.show(f"http://127.0.0.1:{server.server_port}/index.html", 1280)
     yield browser
-    browser.close()
     server.shutdown()
     server.server_close()
 
@@ -123,10 +137,17 @@ FOUND = """
         ("batch norm", "batch_norm.html"),
     ],
 )
-def test_search_puts_the_right_page_first(browser, words, page):
-    assert browser.value(f"{FOUND}({words!r})") == page
+def test_search_puts_the_right_page_first(served, words, page):
+    assert served.value(f"{FOUND}({words!r})") == page
+    assert served.complaints() == []
+    assert all(address.startswith("http://127.0.0.1:") for address in served.requests())
+
+
+def test_search_works_where_pages_are_opened_as_files(browser, site):
+    browser.show(site / "index.html", 1280)
+    assert browser.value(f"{FOUND}('slurm')") == "hosts.html"
     assert browser.complaints() == []
-    assert all(address.startswith(("http://127.0.0.1:", "file:///")) for address in browser.requests())
+    assert all(address.startswith("file:///") for address in browser.requests())
 
 
 # Links and commands, as GitHub shows them
