@@ -257,11 +257,12 @@ class AsDDP(DistributedDataParallel):
     def _become_equal(self, steps: int) -> None:
         """Let all have the weights and buffers of the worker that made the most steps; every worker calls this."""
         everybodys = self.world.gather_json(steps)
+        # The last of them, as torch has it.
+        source = self._authoritative_rank = self.world.size - 1 - everybodys[::-1].index(max(everybodys))
         if len(set(everybodys)) == 1 or self.world.group is None:
             return
         held = [*self.module.parameters(), *(self.module.buffers() if self.forward_sync_buffers else ())]
         with torch.no_grad():
-            source = everybodys.index(max(everybodys))
             agreement.broadcast([local_part(each) for each in held], self.world, source, self.world.group)
 
     # Copies
