@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 
 DEADLINE_S = 90
-SLOW = {"test_ddp_uneven_inputs": 900, "test_ddp_profiling_torch_profiler": 300}
+SLOW = {"test_ddp_uneven_inputs": 1800, "test_ddp_profiling_torch_profiler": 300}
 ERROR = re.compile(r"[\w.]*(Error|Exception|Lost|Mismatch|Void)\b")
 SIZES = (2, 4)
 """Numbers of workers: the first that a test takes counts."""

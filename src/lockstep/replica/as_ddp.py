@@ -56,6 +56,8 @@ class AsDDP(DistributedDataParallel):
         self._made: Engine | None = None
         self._comm_hook: str | None = None
         self._error = ""
+        self._has_joined = False
+        """Whether workers were allowed to run out of batches."""
         self._buffer_hook: tuple[object, Callable[[Any, dict[str, Tensor]], Any], bool] | None = None
         params = list(module.parameters())
         self.device = params[0].device if params else data.all.device
@@ -146,6 +148,7 @@ class AsDDP(DistributedDataParallel):
             "has_sync_bn": int(syncs),
             "has_rebuilt_buckets": int(bool(steps) and (self.static_graph or not self.find_unused_parameters)),
             "can_set_static_graph": int(self.reducer._ddp_graph_static()),
+            "join_uneven_inputs": int(self._has_joined),
             "has_error": int(bool(self._error)),
             "error": self._error,
         }
@@ -245,6 +248,7 @@ class AsDDP(DistributedDataParallel):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What `torch.distributed.algorithms.join.Join` calls; takes `divide_by_initial_world_size`, as DDP's."""
         self._require_whole("Join")
+        self._has_joined = True
         mode = JoinMode(is_uneven=not kwargs.get("divide_by_initial_world_size", True))
         return _Hook(self, mode)
 
@@ -257,11 +261,12 @@ class AsDDP(DistributedDataParallel):
     def _become_equal(self, steps: int) -> None:
         """Let all have the weights and buffers of the worker that made the most steps; every worker calls this."""
         everybodys = self.world.gather_json(steps)
+        # The last of them, as torch has it.
+        source = self._authoritative_rank = self.world.size - 1 - everybodys[::-1].index(max(everybodys))
         if len(set(everybodys)) == 1 or self.world.group is None:
             return
         held = [*self.module.parameters(), *(self.module.buffers() if self.forward_sync_buffers else ())]
         with torch.no_grad():
-            source = everybodys.index(max(everybodys))
             agreement.broadcast([local_part(each) for each in held], self.world, source, self.world.group)
 
     # Copies

@@ -180,7 +180,7 @@ class DataParallel(AsDDP):
             reducer.before_forward(self.require_backward_grad_sync, weight)
         if is_pass and engine.split is not None and _computes_in_half(self.world.device):
             engine.split.expect_overflows()  # A gradient scaler may decide by the gradients whether to step.
-        if is_pass and self.require_backward_grad_sync:
+        if is_pass and (self.require_backward_grad_sync or self._join_config.throw_on_early_termination):
             self._tell_join_context()
         if is_pass:
             self._call_buffer_hook(is_before=True)
@@ -334,6 +334,7 @@ class DataParallel(AsDDP):
             )
         if self._engine.reducer is None:
             return contextlib.nullcontext()
+        self._has_joined = True
         return self._joined(self._engine.reducer, JoinMode(is_uneven=not divide_by_initial_world_size))
 
     @contextlib.contextmanager
