@@ -49,7 +49,7 @@ from lockstep.comm.shm.reductions import Reduction
 from lockstep.comm.shm.segment import BLOCK_BYTES, cut
 from lockstep.comm.tree import ShardTree, sums_of
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 1 << 20
 """So much of a reduction does every worker of a column exchange at a time. Tuned by bench/hosts.py --chunks."""
 
 LITTLE_BYTES = 1 << 10
