@@ -18,12 +18,15 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 import lockstep
 from lockstep.cli.main import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[1]
 MADE = ("api.md", "commands.md", "changes.md", "contributing.md")
+FIRST = ("model_does_not_fit.md", "hosts.md")
+"""For "out of memory", and for "slurm"."""
 WIDTH = 100
 """Of a command's help, in letters."""
 
@@ -47,6 +50,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, text in zip(MADE, texts, strict=True):
         files.append(File.generated(config, name, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Have the search put the pages that it would not find by itself before others with the same words."""
+    if page.file.src_uri in FIRST:
+        page.meta.setdefault("search", {"boost": 2})
+    return markdown
 
 
 def on_post_build(config: MkDocsConfig) -> None:
