@@ -290,7 +290,8 @@ def _pickled(call: FunctionCall) -> bytes:
 def _by_value(call: FunctionCall, reason: NotImportable) -> bytes:
     """The call with what it refers to of a main program without a file; raises `reason` where there is a file."""
     main = sys.modules["__main__"]
-    if getattr(main, "__file__", None) is not None or getattr(main, "__spec__", None) is not None:
+    is_file = getattr(main, "__file__", None) is not None or getattr(main, "__spec__", None) is not None
+    if is_file or multiprocessing.parent_process() is not None:  # What multiprocessing has started is no notebook.
         raise reason
     try:
         import cloudpickle
