@@ -38,12 +38,6 @@ _ARGUMENT = re.compile(r"[a-z_]+(, [a-z_]+)*: ")
 _PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out of the navigation what has not been written yet."""
-    config.nav = [_there(entry, Path(config.docs_dir)) for entry in config.nav or []]
-    return config
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made of something else."""
     texts = api(), commands(), _moved(ROOT / "CHANGELOG.md"), _moved(ROOT / "CONTRIBUTING.md")
@@ -55,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Have the search put the pages that it would not find by itself before others with the same words."""
     if page.file.src_uri in FIRST:
-        page.meta.setdefault("search", {"boost": 2})
+        page.meta.setdefault("search", {"boost": 4})
     return markdown
 
 
@@ -64,12 +58,6 @@ def on_post_build(config: MkDocsConfig) -> None:
     folder = Path(config.site_dir, "search")
     index = (folder / "search_index.json").read_text(encoding="utf-8")
     (folder / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
-
-
-def _there(entry: Any, folder: Path) -> Any:
-    """A part of the navigation, with the pages in it that there are."""
-    ((title, pages),) = entry.items()
-    return {title: [each for each in pages if all(page in MADE or (folder / page).exists() for page in each.values())]}
 
 
 def _moved(path: Path) -> str:

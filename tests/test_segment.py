@@ -81,7 +81,7 @@ def test_nobody_can_shrink_it(monkeypatch):
 def test_elsewhere_than_on_linux_it_says_so(monkeypatch, what, found):
     monkeypatch.setattr(shm.platform, what, lambda: found)
     with pytest.raises(LaunchError, match=rf"needs Linux.*{found}.*Use gloo"):
-        shm._create(None, None)
+        shm._create("shm", None, None)
 
 
 def test_a_wait_that_will_never_end_is_watched():

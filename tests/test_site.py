@@ -18,19 +18,7 @@ import lockstep
 from lockstep.cli.main import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[1]
-TO_COME = {
-    "play.md",
-    "plan.md",
-    "plan_memory.md",
-    "notebooks.md",
-    "lightning.md",
-    "transformers.md",
-    "trackers.md",
-    "works_with.md",
-}
-"""In the navigation, and still to be written."""
-README = next(path for path in (ROOT / "docs" / "README.draft.md", ROOT / "README.md") if path.exists())
-"""The draft is to stand where README.md stands."""
+README = ROOT / "README.md"
 FRONT = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
@@ -74,9 +62,9 @@ def test_pages_ask_nobody_for_anything(site):
 
 def test_the_navigation_names_what_there_is():
     named = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    written = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.draft.md"}
+    written = {path.name for path in (ROOT / "docs").glob("*.md")}
     made = {"api.md", "commands.md", "changes.md", "contributing.md"}
-    assert named - TO_COME == (written | made) - TO_COME
+    assert named == written | made
 
 
 # Search, in the browser that readers have
@@ -169,7 +157,7 @@ def test_links_lead_somewhere(page):
     made = {"api.md", "commands.md", "changes.md", "contributing.md"}
     folder = ROOT if page == README else page.parent
     for target in re.findall(r"!?\[[^]]*\]\(([^)\s]+)\)", prose(page)):
-        if re.match(r"https?:", target) or target in made or target.removeprefix("docs/") in TO_COME | {"play.gif"}:
+        if re.match(r"https?:", target) or target in made:
             continue
         name, _, anchor = target.partition("#")
         path = (folder / name).resolve() if name else page
