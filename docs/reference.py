@@ -22,9 +22,12 @@ from mkdocs.structure.pages import Page
 
 import lockstep
 from lockstep.cli.main import COMMANDS, make_parser
+from lockstep.play.page import page as playground
 
 ROOT = Path(__file__).parents[1]
 MADE = ("api.md", "commands.md", "changes.md", "contributing.md")
+PLAYGROUND = "playground.html"
+"""The page that `lockstep play` opens, as it is; play.md links to it."""
 FIRST = ("model_does_not_fit.md", "hosts.md")
 """For "out of memory", and for "slurm"."""
 WIDTH = 100
@@ -43,6 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     texts = api(), commands(), _moved(ROOT / "CHANGELOG.md"), _moved(ROOT / "CONTRIBUTING.md")
     for name, text in zip(MADE, texts, strict=True):
         files.append(File.generated(config, name, content=text))
+    files.append(File.generated(config, PLAYGROUND, content=playground()))
     return files
 
 

@@ -16,6 +16,7 @@ from report_browser import CHROMIUM, Browser
 
 import lockstep
 from lockstep.cli.main import COMMANDS, make_parser
+from lockstep.play.page import page as playground
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -51,6 +52,11 @@ def test_every_name_and_every_option_is_in_the_reference(site):
         assert f'id="{method.lower().replace(".", "")}"' in names, method
     assert "go_on_from_progress" not in names
     assert "<code>rank</code></strong>: This worker" in names
+
+
+def test_the_playground_is_part_of_the_site(site):
+    assert (site / "playground.html").read_text() == playground()
+    assert 'href="playground.html"' in (site / "play.html").read_text()
 
 
 def test_pages_ask_nobody_for_anything(site):
@@ -154,7 +160,7 @@ def anchors(path):
 
 @pytest.mark.parametrize("page", FRONT, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    made = {"api.md", "commands.md", "changes.md", "contributing.md"}
+    made = {"api.md", "commands.md", "changes.md", "contributing.md", "playground.html"}
     folder = ROOT if page == README else page.parent
     for target in re.findall(r"!?\[[^]]*\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"https?:", target) or target in made:
