@@ -1,4 +1,4 @@
-"""Pages that `mkdocs build` makes of what is elsewhere: the reference of names and of commands, changes, contributing.
+"""What `mkdocs build` takes from elsewhere: names and commands, changes, contributing, the playground, examples.
 
 MkDocs calls the functions here by their names (`hooks:` in mkdocs.yml). They need lockstep to be importable.
 """
@@ -42,19 +42,23 @@ _PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made of something else."""
+    """Add what is made of something else, and the examples."""
     texts = api(), commands(), _moved(ROOT / "CHANGELOG.md"), _moved(ROOT / "CONTRIBUTING.md")
     for name, text in zip(MADE, texts, strict=True):
         files.append(File.generated(config, name, content=text))
     files.append(File.generated(config, PLAYGROUND, content=playground()))
+    for path in sorted((ROOT / "examples").rglob("*.*")):
+        if path.suffix in (".py", ".ipynb", ".yaml"):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Have the search put the pages that it would not find by itself before others with the same words."""
+    """Have the search put the pages in `FIRST` before others with the same words; link to the site's own examples."""
     if page.file.src_uri in FIRST:
         page.meta.setdefault("search", {"boost": 4})
-    return markdown
+    return markdown.replace("](../examples/", "](examples/")
 
 
 def on_post_build(config: MkDocsConfig) -> None:
