@@ -133,7 +133,7 @@ export const LESSONS = [
   {
     title: "When not to use it",
     text: [
-      "Computing is divided by N; communication is not. So efficiency falls with N, sooner on a slow network or with a small part for each worker. Dots are published measurements.",
+      "Computing is divided by N; communication is not. So efficiency falls with N, sooner on a slow network or with a small part for each worker. Circles are published measurements.",
       "If the model trains in an hour on one device, stay there. If your batch cannot grow without hurting the result, more workers only cut it thinner. If one layer does not fit on a device, you need tensor or pipeline parallelism as well.",
     ],
     settings: { workers: 16, model: "gpt2", gbits: 25 },

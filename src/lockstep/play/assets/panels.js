@@ -452,6 +452,6 @@ export function drawEfficiency(settings, published, colours) {
   c.arc(x(settings.workers), y(here), 5, 0, 2 * Math.PI);
   c.fillStyle = colours.worker[0];
   c.fill();
-  byId("efficiency-says").textContent = `${percent(here)} on ${settings.workers}, ${percent(efficiency(settings, 64))} on 64, ${percent(efficiency(settings, MOST_WORKERS))} on ${MOST_WORKERS.toLocaleString("en")} workers. Rings: measured by others, with other models and machines.`;
+  byId("efficiency-says").textContent = `${percent(here)} on ${settings.workers}, ${percent(efficiency(settings, 64))} on 64, ${percent(efficiency(settings, MOST_WORKERS))} on ${MOST_WORKERS.toLocaleString("en")} workers. Circles: published by others, for other models and machines.`;
   byId("efficiency").setAttribute("aria-label", `Efficiency by number of workers. ${byId("efficiency-says").textContent}`);
 }
