@@ -39,6 +39,8 @@ class WrapOptions:
     gather_wire: Int8 | Half | None
     """How parameters are encoded while they are gathered."""
     reduces: bool
+    keeps_units: bool
+    """Whether parts must hold whole units of tensors, as the trainer's norms count."""
     reshard_after_forward: bool | None
 
     def check(self, module: nn.Module) -> None:
