@@ -8,21 +8,41 @@ python check.py --soak [STEPS]   instead, a long training that must not grow, of
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 FOLDERS = ["src", "tests", "bench", "examples", "docs/reference.py", "check.py"]
 
 
-def checks(fix: bool, pytest_arguments: list[str]) -> list[list[str]]:
-    """The commands, in order."""
+def checks(fix: bool) -> list[list[str]]:
+    """The commands before the tests, in order."""
     return [
         ["ruff", "check", *FOLDERS, *(["--fix"] if fix else [])],
         ["ruff", "format", *FOLDERS, *([] if fix else ["--check"])],
         ["mypy"],
-        ["pytest", *pytest_arguments],
     ]
+
+
+def run_tests(arguments: list[str], environ: dict[str, str]) -> int:
+    """All tests: those of one process beside those of workers, which wait for much of their time."""
+    halves = [["tests/workers"], ["tests", "--ignore=tests/workers"]] if not arguments else [arguments]
+    started = []
+    for half in halves:
+        print("$ pytest", *half, flush=True)
+        output = tempfile.TemporaryFile() if started else None  # The second half is shown when the first has ended.
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *half]
+        started.append((subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT), output))
+    codes = []
+    for process, output in started:
+        codes.append(process.wait())
+        if output is not None:
+            output.seek(0)
+            shutil.copyfileobj(output, sys.stdout.buffer)
+            sys.stdout.flush()
+    return max(codes, key=abs)
 
 
 def main(arguments: list[str]) -> int:
@@ -39,10 +59,13 @@ def main(arguments: list[str]) -> int:
         return 2
     environ = {**os.environ, **({"FULL": "1"} if "--full" in own else {})}
     took = []
-    for command in checks("--fix" in own, pytest_arguments):
-        print("$", " ".join(command), flush=True)
+    for command in [*checks("--fix" in own), ["pytest"]]:
         begun = time.monotonic()
-        code = subprocess.run([sys.executable, "-m", *command], env=environ).returncode
+        if command == ["pytest"]:
+            code = run_tests(pytest_arguments, environ)
+        else:
+            print("$", " ".join(command), flush=True)
+            code = subprocess.run([sys.executable, "-m", *command], env=environ).returncode
         took.append(f"{command[0]} {time.monotonic() - begun:.0f} s")
         if code:
             return code

@@ -277,16 +277,16 @@ class DataParallel(AsDDP):
     @property
     def companion(self) -> StrategyTensors | None:
         """What a strategy keeps with this model, `num_bytes` that it sent among it; None without a strategy."""
-        return self._engine.strategy
+        return self._made.strategy if self._made is not None else None
 
     @property
     def coded(self) -> WireReduction | None:
         """What the wire remembers, and the `num_bytes` that this worker sent in the last step; None without a wire."""
-        return self._engine.wire
+        return self._made.wire if self._made is not None else None
 
     def wire_report(self) -> str:
         """How gradients travel, in words; with wire="auto" what was chosen and why, once it has been."""
-        wire = self._engine.wire
+        wire = self.coded
         return wire.report() if wire is not None else "gradients travel as they are."
 
     @contextlib.contextmanager
@@ -301,15 +301,17 @@ class DataParallel(AsDDP):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # No overloads.
         """As of any module; where parameters are gathered for use (zero=3), every worker must call this."""
-        if not self._engine.gathers:
+        if self._made is None or not self._made.gathers:
             return super().state_dict(*args, **kwargs)
-        with self._engine.whole_params("model.state_dict()"):
+        with self._made.whole_params("model.state_dict()"):
             state = super().state_dict(*args, **kwargs)
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; with zero=1 to 3 every worker must call this."""
-        with self._engine.whole_params("model.load_state_dict()"):
+        if self._made is None:  # A copy, of which nothing is split.
+            return super().load_state_dict(*args, **kwargs)
+        with self._made.whole_params("model.load_state_dict()"):
             return super().load_state_dict(*args, **kwargs)
 
     def join(
@@ -392,7 +394,8 @@ class DataParallel(AsDDP):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of this worker's part included."""
         super().zero_grad(set_to_none)
-        for param in self._engine.split.owned_params() if self._engine.split is not None else ():
+        split = self._made.split if self._made is not None else None
+        for param in split.owned_params() if split is not None else ():
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
