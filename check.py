@@ -7,6 +7,7 @@ python check.py -- ARGS          pytest gets ARGS
 python check.py --soak [STEPS]   instead, a long training that must not grow, of 100,000 steps by default: bench/soak.py
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -27,21 +28,22 @@ def checks(fix: bool) -> list[list[str]]:
 
 
 def run_tests(arguments: list[str], environ: dict[str, str]) -> int:
-    """All tests: those of one process beside those of workers, which wait for much of their time."""
-    halves = [["tests/workers"], ["tests", "--ignore=tests/workers"]] if not arguments else [arguments]
-    started = []
-    for half in halves:
-        print("$ pytest", *half, flush=True)
-        output = tempfile.TemporaryFile() if started else None  # The second half is shown when the first has ended.
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *half]
-        started.append((subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT), output))
-    codes = []
-    for process, output in started:
-        codes.append(process.wait())
-        if output is not None:
-            output.seek(0)
-            shutil.copyfileobj(output, sys.stdout.buffer)
-            sys.stdout.flush()
+    """All tests: those of one process beside those of workers, which wait for much of their time; or what is named."""
+    parts = [arguments] if arguments else [["tests/workers"], ["tests", "--ignore=tests/workers"]]
+    with contextlib.ExitStack() as files:
+        started = []
+        for part in parts:
+            print("$ pytest", *part, flush=True)
+            output = files.enter_context(tempfile.TemporaryFile()) if started else None  # Shown after the first part's.
+            command = [sys.executable, "-m", "pytest", *part]
+            started.append((subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT), output))
+        codes = []
+        for process, output in started:
+            codes.append(process.wait())
+            if output is not None:
+                output.seek(0)
+                shutil.copyfileobj(output, sys.stdout.buffer)
+                sys.stdout.flush()
     return max(codes, key=abs)
 
 
