@@ -7,22 +7,44 @@ python check.py -- ARGS          pytest gets ARGS
 python check.py --soak [STEPS]   instead, a long training that must not grow, of 100,000 steps by default: bench/soak.py
 """
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 FOLDERS = ["src", "tests", "bench", "examples", "docs/reference.py", "check.py"]
 
 
-def checks(fix: bool, pytest_arguments: list[str]) -> list[list[str]]:
-    """The commands, in order."""
+def checks(fix: bool) -> list[list[str]]:
+    """The commands before the tests, in order."""
     return [
         ["ruff", "check", *FOLDERS, *(["--fix"] if fix else [])],
         ["ruff", "format", *FOLDERS, *([] if fix else ["--check"])],
         ["mypy"],
-        ["pytest", *pytest_arguments],
     ]
+
+
+def run_tests(arguments: list[str], environ: dict[str, str]) -> int:
+    """All tests: those of one process beside those of workers, which wait for much of their time; or what is named."""
+    parts = [arguments] if arguments else [["tests/workers"], ["tests", "--ignore=tests/workers"]]
+    with contextlib.ExitStack() as files:
+        started = []
+        for part in parts:
+            print("$ pytest", *part, flush=True)
+            output = files.enter_context(tempfile.TemporaryFile()) if started else None  # Shown after the first part's.
+            command = [sys.executable, "-m", "pytest", *part]
+            started.append((subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT), output))
+        codes = []
+        for process, output in started:
+            codes.append(process.wait())
+            if output is not None:
+                output.seek(0)
+                shutil.copyfileobj(output, sys.stdout.buffer)
+                sys.stdout.flush()
+    return max(codes, key=abs)
 
 
 def main(arguments: list[str]) -> int:
@@ -39,10 +61,13 @@ def main(arguments: list[str]) -> int:
         return 2
     environ = {**os.environ, **({"FULL": "1"} if "--full" in own else {})}
     took = []
-    for command in checks("--fix" in own, pytest_arguments):
-        print("$", " ".join(command), flush=True)
+    for command in [*checks("--fix" in own), ["pytest"]]:
         begun = time.monotonic()
-        code = subprocess.run([sys.executable, "-m", *command], env=environ).returncode
+        if command == ["pytest"]:
+            code = run_tests(pytest_arguments, environ)
+        else:
+            print("$", " ".join(command), flush=True)
+            code = subprocess.run([sys.executable, "-m", *command], env=environ).returncode
         took.append(f"{command[0]} {time.monotonic() - begun:.0f} s")
         if code:
             return code

@@ -107,6 +107,7 @@ def test_the_same_weights_on_any_number_of_workers(pool, tmp_path, name):
     assert len(found) == 1, found
 
 
+@pytest.mark.skipif("FULL" not in os.environ, reason="takes seconds; run it with FULL=1")
 def test_a_worker_of_the_elastic_example_is_killed_and_the_weights_are_the_same(pool, tmp_path):
     path = str(EXAMPLES / "elastic_training.py")
     alone = pool.run(1, example_in_world, path, str(tmp_path))[0]

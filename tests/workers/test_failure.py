@@ -129,7 +129,7 @@ def test_the_same_where_something_is_split(start, backend, zero):
 
 @pytest.mark.parametrize(
     ("backend", "cap_mb"),  # One bucket is reduced by the thread that waits for it, over shared memory.
-    some([("gloo", 0.1), ("shm", 25)], itertools.product(BACKENDS, [0.1, 25])),
+    some([("gloo", 0.1)], itertools.product(BACKENDS, [0.1, 25])),
 )
 def test_a_stopped_worker_is_named_at_the_deadline(start, backend, cap_mb):
     processes, words = start(3, backend, 2, "stopped", 1, 0, cap_mb)

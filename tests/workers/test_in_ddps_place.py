@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -141,6 +142,24 @@ def timm_ema(world):
     assert not torch.equal(model.module[1].running_mean, mine)
 
 
+def saved_by_one(world):
+    model = lockstep.DataParallel(torch.nn.Linear(3, 2))
+    average = copy.deepcopy(model)
+    saved = average.state_dict() if world.rank == 0 else {}
+    if saved:
+        average.load_state_dict(saved)
+    average.zero_grad()
+    with pytest.raises(lockstep.UsageError, match="wrapped already"):
+        lockstep.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean(), shards=2)
+    return sorted(saved), average.coded
+
+
+def test_one_worker_may_save_a_copy_alone_and_a_trainer_wraps_by_itself(pool):
+    names = ["module.bias", "module.weight"]
+    assert pool.run(2, saved_by_one) == [(names, None), ([], None)]
+
+
+@pytest.mark.skipif(not (find_spec("timm") and find_spec("torchvision")), reason="needs timm")
 def test_timms_averages_and_statistics(pool):
     pool.run(2, timm_ema)
 
@@ -327,5 +346,6 @@ def stateful(world):
         lockstep.shard(given)
 
 
+@pytest.mark.skipif(not find_spec("torchdata"), reason="needs torchdata")
 def test_a_stateful_loader_is_sharded_and_resumed(pool):
     pool.run(2, stateful)

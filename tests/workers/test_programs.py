@@ -152,7 +152,7 @@ def verified(name, *words):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", some(["nanogpt"], NAMES))
+@pytest.mark.parametrize("name", some([], NAMES))
 def test_verify_finds_the_right_one_equal(name):
     require(name)
     ended = verified(name)
@@ -161,7 +161,7 @@ def test_verify_finds_the_right_one_equal(name):
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("name", some(["detection"], NAMES))
+@pytest.mark.parametrize("name", some([], NAMES))
 def test_verify_names_the_planted_mistake(name):
     require(name)
     for mistake, cause in mistakes(name).items():

@@ -130,7 +130,10 @@ def with_straggler(world, slow, options):
 @pytest.mark.parametrize("workers", some([2], [2, 4]))
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"data_s": 0.2}, "in data loading"), ({"forward_s": 0.2}, "in the forward pass")],
+    some(
+        [({"data_s": 0.2}, "in data loading")],
+        [({"data_s": 0.2}, "in data loading"), ({"forward_s": 0.2}, "in the forward pass")],
+    ),
 )
 def test_straggler_is_named(pool, workers, options, words):
     for verdict, summary in pool.run(workers, with_straggler, 1, options):
@@ -152,7 +155,7 @@ def ask_after_the_loop(world, steps, seconds, asks):
     return said
 
 
-@pytest.mark.parametrize("asks", some([(0, 1), (1,)], [(0, 1), (0,), (1,)]))
+@pytest.mark.parametrize("asks", some([(1,)], [(0, 1), (0,), (1,)]))
 def test_a_verdict_tells_what_is_known_now(pool, asks):
     for rank, said in enumerate(pool.run(2, ask_after_the_loop, 14, 0.2, asks)):
         assert said is None if rank not in asks else said.startswith("worker 1 holds everyone up by ")

@@ -313,7 +313,10 @@ class FlatGroup(TorchGroup):  # type: ignore[misc]  # Any, see above
 
         return self._do("all_reduce", operate, tensors, opts)
 
-    allreduce_coalesced = allreduce
+    @by_nccl("allreduce_coalesced")
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _DEFAULTS) -> Any:
+        """The same."""
+        return self.allreduce(tensors, opts)
 
     def _add_sparse(self, tensors: list[Tensor], opts: Any) -> None:
         """Add sparse tensors up, in place: what each worker has travels padded to the longest."""

@@ -27,7 +27,8 @@ def closed_afterwards(*, may_open_nccls: bool = False) -> Iterator[None]:
     may_open_nccls: ports of NCCL may be among them, which it needs later; then they are left as they are. It opens them
         with its first operation, but where the default group was given a device, with the group.
     """
-    if may_open_nccls:
+    connects_later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
+    if may_open_nccls or connects_later:
         yield
         return
     before = _listening()
@@ -39,13 +40,17 @@ def closed_afterwards(*, may_open_nccls: bool = False) -> Iterator[None]:
 
 
 def _listening() -> dict[int, str]:
-    """The file handles of this process that are listening TCP sockets, and which sockets they are."""
+    """The file handles of this process that are listening TCP sockets, and which sockets they are.
+
+    Those alone that a program which this process starts would inherit: gloo's are so, and Python's and gRPC's, which
+    another thread may open at the same time, are not.
+    """
     found = {}
     with contextlib.suppress(OSError):
         for path in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 name = str(path.readlink())
-                if name.startswith("socket:"):
+                if name.startswith("socket:") and os.get_inheritable(int(path.name)):
                     with socket.socket(fileno=os.dup(int(path.name))) as one:
                         is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
                         if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

@@ -162,11 +162,12 @@ class _ActorStarter:
             with contextlib.suppress(OSError):  # The launcher has given up.
                 outbox.send(ReportKind(kind), pickled)
         except RayError as error:
-            outbox.close()
             if not worker.was_told_to_end:
                 self.lost[worker.rank] = _why(error)
                 say(f"worker {worker.rank} is lost. Ray says: {self.lost[worker.rank]}")
         finally:
+            with contextlib.suppress(OSError):
+                outbox.close()
             worker.end(code)
 
 

@@ -74,7 +74,7 @@ class DataParallel(AsDDP):
     gather_wire: with zero=3, how parameters are encoded while they are gathered, as wire.Int8() or wire.Half(): the
         model computes with what is left of them, the optimizer and checkpoints have them whole. Over shared memory
         nothing is gathered.
-    shards: `Trainer` uses this, to have everything added along one tree.
+    shards, keeps_units: `Trainer` uses these, to have everything added along one tree, and norms counted alike.
     reduces: False starts equal and sends nothing afterwards: for strategies, which exchange something else.
     blocks: with zero=3, the submodules whose parameters are gathered and released together, by name or by class; if
         not given, the members of lists of like modules.
@@ -119,6 +119,7 @@ class DataParallel(AsDDP):
         gather_wire: Int8 | Half | None = None,
         shards: StepShards | None = None,
         reduces: bool = True,
+        keeps_units: bool = False,
     ) -> None:
         asked = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         starts = broadcast_buffers is not False or forward_sync_buffers is not None
@@ -135,6 +136,7 @@ class DataParallel(AsDDP):
             wire=wire,
             gather_wire=gather_wire,
             reduces=reduces,
+            keeps_units=keeps_units,
             reshard_after_forward=reshard_after_forward,
         )
         options.check(module)
@@ -165,8 +167,7 @@ class DataParallel(AsDDP):
             with events.copying():
                 inputs, kwargs = batches.move((inputs, kwargs), self._input_device, non_blocking=True)
         if self._made is None and not self._trains():
-            with self.world.own_stream("copy", torch_only=True, device=self.world.device):
-                return self._compute(inputs, kwargs)
+            return self._compute_as_copy(inputs, kwargs)
         engine, reducer = self._engine, self._engine.reducer
         step = reducer.step if reducer is not None else -1
         is_pass = torch.is_grad_enabled() and (reducer is not None or bool(events))
@@ -184,8 +185,13 @@ class DataParallel(AsDDP):
             self._tell_join_context()
         if is_pass:
             self._call_buffer_hook(is_before=True)
+        if self._compute_dtype is not None:
+            inputs, kwargs = cast((inputs, kwargs), self._compute_dtype)  # type: ignore[misc]
         with engine.own_numbers:
-            output = self._compute(inputs, kwargs)
+            if self._ddp_precision is not None:
+                output = self._ddp_precision.call(inputs, kwargs)
+            else:
+                output = self.module(*inputs, **kwargs)
         if is_pass:
             self._call_buffer_hook(is_before=False)
         if is_pass and events:
@@ -208,13 +214,14 @@ class DataParallel(AsDDP):
         """Whether a backward pass may follow on the forward pass that is about to be made."""
         return torch.is_grad_enabled() and any(param.requires_grad for param in self.module.parameters())
 
-    def _compute(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns, in the dtypes that were asked for."""
-        if self._compute_dtype is not None:
-            inputs, kwargs = cast((inputs, kwargs), self._compute_dtype)  # type: ignore[misc]
-        if self._ddp_precision is not None:
-            return self._ddp_precision.call(inputs, kwargs)
-        return self.module(*inputs, **kwargs)
+    def _compute_as_copy(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns where nothing is trained, and no other worker takes part."""
+        with self.world.own_stream("copy", torch_only=True, device=self.world.device):
+            if self._compute_dtype is not None:
+                inputs, kwargs = cast((inputs, kwargs), self._compute_dtype)  # type: ignore[misc]
+            if self._ddp_precision is not None:
+                return self._ddp_precision.call(inputs, kwargs)
+            return self.module(*inputs, **kwargs)
 
     def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Weight | None:
         """The weight of the batch that the inputs are of; batch norms ask the world's `hand_outs` for it."""
@@ -270,16 +277,16 @@ class DataParallel(AsDDP):
     @property
     def companion(self) -> StrategyTensors | None:
         """What a strategy keeps with this model, `num_bytes` that it sent among it; None without a strategy."""
-        return self._engine.strategy
+        return self._made.strategy if self._made is not None else None
 
     @property
     def coded(self) -> WireReduction | None:
         """What the wire remembers, and the `num_bytes` that this worker sent in the last step; None without a wire."""
-        return self._engine.wire
+        return self._made.wire if self._made is not None else None
 
     def wire_report(self) -> str:
         """How gradients travel, in words; with wire="auto" what was chosen and why, once it has been."""
-        wire = self._engine.wire
+        wire = self.coded
         return wire.report() if wire is not None else "gradients travel as they are."
 
     @contextlib.contextmanager
@@ -294,15 +301,17 @@ class DataParallel(AsDDP):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # No overloads.
         """As of any module; where parameters are gathered for use (zero=3), every worker must call this."""
-        if not self._engine.gathers:
+        if self._made is None or not self._made.gathers:
             return super().state_dict(*args, **kwargs)
-        with self._engine.whole_params("model.state_dict()"):
+        with self._made.whole_params("model.state_dict()"):
             state = super().state_dict(*args, **kwargs)
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; with zero=1 to 3 every worker must call this."""
-        with self._engine.whole_params("model.load_state_dict()"):
+        if self._made is None:  # A copy, of which nothing is split.
+            return super().load_state_dict(*args, **kwargs)
+        with self._made.whole_params("model.load_state_dict()"):
             return super().load_state_dict(*args, **kwargs)
 
     def join(
@@ -385,7 +394,8 @@ class DataParallel(AsDDP):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of this worker's part included."""
         super().zero_grad(set_to_none)
-        for param in self._engine.split.owned_params() if self._engine.split is not None else ():
+        split = self._made.split if self._made is not None else None
+        for param in split.owned_params() if split is not None else ():
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:

@@ -163,7 +163,7 @@ class Engine:
         reduction: BucketReduction = FastReduction(group)
         if options.wire is not None:
             self.wire = reduction_by(options.wire, world, group, device)
-            reduction = CodedReduction(self.wire, names, group.rank(), group.size())
+            reduction = CodedReduction(self.wire, names, group, keeps_units=options.keeps_units)
         elif shards is not None and shards.reduction is not None:
             reduction = shards.reduction
         placement = Placement(reduction, memory_of(group, device), device)

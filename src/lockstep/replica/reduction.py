@@ -187,12 +187,15 @@ class TreeReduction(BucketReduction):
 class CodedReduction(BucketReduction):
     """By wires; where gradients are split, what comes back is this worker's part alone."""
 
-    def __init__(self, wire: WireReduction, names: Sequence[str], rank: int, size: int) -> None:
+    def __init__(
+        self, wire: WireReduction, names: Sequence[str], group: dist.ProcessGroup, *, keeps_units: bool
+    ) -> None:
+        """`keeps_units`: gradients are cut between whole units of tensors, into parts that are not equal."""
         self.wire = wire
         """What the wires remember and count."""
-        self._names, self._rank = names, rank
-        self.num_parts = size
-        self.part_grain = wire.part_grain
+        self._names, self._rank, self._keeps_units = names, group.rank(), keeps_units
+        if not keeps_units:
+            self.num_parts, self.part_grain = group.size(), wire.part_grain
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """These are the buckets from now on."""
@@ -203,12 +206,12 @@ class CodedReduction(BucketReduction):
         return self.wire.all_reduce(bucket.place, bucket.flat_grads if bucket.indices else bucket.flat)
 
     def cut(self, plan: BucketPlan, size: int) -> list[FlatSpan]:
-        """Equal ones."""
-        return equal_spans(plan, size)
+        """Equal ones, where nobody counts by units."""
+        return super().cut(plan, size) if self._keeps_units else equal_spans(plan, size)
 
     def scatters(self, spans: Sequence[FlatSpan]) -> bool:
         """Only equal ones."""
-        return are_equal(spans)
+        return not self._keeps_units and are_equal(spans)
 
     def reduce_scatter(self, bucket: Bucket, spans: Sequence[FlatSpan], out: Tensor) -> Any:
         """See BucketReduction."""

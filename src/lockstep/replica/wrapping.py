@@ -39,12 +39,20 @@ class WrapOptions:
     gather_wire: Int8 | Half | None
     """How parameters are encoded while they are gathered."""
     reduces: bool
+    keeps_units: bool
+    """Whether parts must hold whole units of tensors, as the trainer's norms count."""
     reshard_after_forward: bool | None
 
     def check(self, module: nn.Module) -> None:
         """Raise UsageError unless `module` can be wrapped as asked."""
         _require_module(module)
         _require_stage(self.zero, self.optimizer, self.precision, module)
+        is_plain = not self.zero and self.wire is None and self.reduces and not self.keeps_units
+        if not is_plain and any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
+            raise UsageError(
+                "this model, or a part of it, is wrapped already, and reduces its gradients by itself: give Trainer, "
+                "or DataParallel with zero=1 to 3 or wire=..., the module itself (model.module)."
+            )
         require_wire(self.wire)
         if self.gather_wire is not None and (self.zero != 3 or not isinstance(self.gather_wire, Int8 | Half)):
             raise UsageError(

@@ -294,9 +294,6 @@ class ElasticWorkers:
                 self._give_up_at = time.monotonic() + NOTICE.total_seconds()
                 say(f"{said}; without a lockstep.Trainer no worker can be replaced alone: all are ended.")
             return
-        if was_asked_to_end(code):
-            say(f"worker {member} (pid {worker.pid}) has ended by SIGTERM, at once; another takes its place.")
-            return
         if is_consequence(words) and self._num_free:  # Of another's end, which counts.
             self._num_free -= 1
             return

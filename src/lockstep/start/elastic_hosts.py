@@ -38,7 +38,7 @@ from typing import Any, Protocol
 from lockstep.elastic.coordinator import PREFIX as DECISIONS
 from lockstep.elastic.coordinator import Coordinator
 from lockstep.start.elastic import Elastic, GenerationLog
-from lockstep.start.failure import Failure, how, was_asked_to_end
+from lockstep.start.failure import Failure, how
 from lockstep.start.hosts import HostOptions, say, shorten
 from lockstep.start.process import Worker
 from lockstep.start.run_keys import PREFIX, RunKeys
@@ -366,7 +366,7 @@ class ElasticRun:
         self.coordinator.tell_end(member, f"ended with {how(code)}" if code else "has finished", is_bad=bool(code))
         if not code and is_member:
             keys.set(f"{PREFIX}finished", "1")
-        elif code and not self.has_finished and not was_asked_to_end(code):
+        elif code and not self.has_finished:
             self._failed += 1
             left = self.options.max_restarts - self.restarts
             then = f"a replacement starts ({left} more are left)" if left >= 0 else "it is not replaced"

@@ -82,7 +82,8 @@ def meeting_point(hosts: Sequence[RemoteHost], ssh: str) -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         raise LaunchError(f"{ssh!r} cannot be started here: {error}. Is openssh-client installed?") from error
     found = re.search(r"^hostname (.+)$", asked.stdout, re.MULTILINE)
-    return f"{found[1] if found else hosts[0].name.rpartition('@')[2]}:{port_from(secrets.randbelow(1 << 20))}"
+    name = found[1] if found else hosts[0].name.rpartition("@")[2]
+    return f"{f'[{name}]' if ':' in name else name}:{port_from(secrets.randbelow(1 << 20))}"
 
 
 def commands(

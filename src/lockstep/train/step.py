@@ -55,6 +55,7 @@ class Synchronous(Stepper):
             bucket_cap_mb=options.bucket_cap_mb,
             wire=options.wire,
             shards=self._shards,
+            keeps_units=True,
         )
         super().__init__(options, model)
         model._engine.drive()
