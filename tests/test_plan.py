@@ -240,10 +240,10 @@ def test_the_page_of_the_docs_holds(tmp_path):
 
 
 @pytest.mark.parametrize(("mbit", "measured_ms"), [(100, 3597), (300, 1313), (1000, 560), (10000, 467)])
-def test_steps_between_two_hosts_that_were_measured_on_a_quiet_machine(mbit, measured_ms):
+def test_steps_between_two_hosts_that_were_measured_before(mbit, measured_ms):
     """docs/benchmarks.md, "Wires over slow networks" and "Exposed communication": gpt-10m, gloo, `tc tbf`.
 
-    Without what was exposed a step took 380 ms there, which is what one worker's calibration would have given.
+    Without what was exposed a step took 380 ms there, which stands for one worker's calibration.
     """
     work = models.named("gpt-10m", precision="fp32")
     assert 4 * work.num_params == pytest.approx(39.93e6, rel=0.01)
