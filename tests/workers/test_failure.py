@@ -398,8 +398,14 @@ def breaks(world):
 def num_gloo_threads(world, most=None):
     """Threads of gloo's in this process, its own world's included; waits until there are at most so many, by rank."""
 
+    def is_gloos(task):
+        try:
+            return Path(task, "comm").read_text().startswith("gloo_tcp")
+        except (FileNotFoundError, ProcessLookupError):  # The thread ended since the folder was read.
+            return False
+
     def count():
-        return sum(Path(task, "comm").read_text().startswith("gloo_tcp") for task in Path("/proc/self/task").iterdir())
+        return sum(map(is_gloos, Path("/proc/self/task").iterdir()))
 
     if most is not None:
         wait_until(lambda: count() <= most[world.rank], "the groups of broken worlds to go", lambda: str(count()))
