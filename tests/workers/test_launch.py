@@ -55,7 +55,7 @@ def _nothing_is_left(_clean_environment, _a_first_store):
 def children():
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # A thread that has just been joined, on its way out.
+        with contextlib.suppress(OSError):  # A thread that has just been joined, on its way out.
             found |= {int(pid) for pid in (task / "children").read_text().split() if is_alive(int(pid))}
     return found
 
