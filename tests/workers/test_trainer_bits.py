@@ -116,7 +116,9 @@ def test_the_same_bits(pool, expected, kind, optimizer, workers, zero):
         assert result == expected(kind, optimizer)
 
 
-HALVES = [(*each, half, zero) for each in itertools.product(KINDS, (2, 3, 5, 8)) for half in DTYPES for zero in range(4)]
+HALVES = [
+    (*each, half, zero) for each in itertools.product(KINDS, (2, 3, 5, 8)) for half in DTYPES for zero in range(4)
+]
 SOME_HALVES = [("cnn", 2, "bf16", 0), ("gpt", 3, "bf16", 2), ("mlp", 5, "fp16", 1), ("mlp", 2, "bf16", 3)]
 
 
