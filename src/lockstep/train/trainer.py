@@ -32,7 +32,7 @@ from lockstep.keep.pieces import Piece
 from lockstep.keep.save_load import Resumed, restore_from, restore_state, whole_state
 from lockstep.keep.save_load import load as load_checkpoint
 from lockstep.keep.save_load import save as save_checkpoint
-from lockstep.keep.state import TrainingState
+from lockstep.keep.state import TrainingState, settings_of
 from lockstep.keep.writing import Saving
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.optimizer import no_parameter
@@ -432,7 +432,8 @@ class Trainer:
         """All but tensors, as it was before the call under way."""
         feed = self._feed_in_use()
         before = feed.before if feed is not None else self._position
-        return {**self._progress(), "position": before.to_json(), "optimizer": self._plain}
+        plain = {**self._plain, "groups": settings_of(self.optimizer)}
+        return {**self._progress(), "position": before.to_json(), "optimizer": plain}
 
     def go_on_from_progress(self, progress: Mapping[str, Any], *, is_new: bool) -> None:
         """Take what `whole_progress` gave; a newcomer takes the position in the data too."""
