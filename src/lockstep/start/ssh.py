@@ -83,8 +83,8 @@ def meeting_point(hosts: Sequence[RemoteHost], ssh: str) -> str:
         away = [host.name for host in hosts if not _is_here(_hostname(host, ssh))]
         if away:
             raise UsageError(
-                f"the first host is {name}, where {away[0]} cannot reach it, and all workers meet there. List it by the "
-                "name or address that the other hosts know it by, or give that as --meet HOST:PORT."
+                f"the first host is {name}, where {away[0]} cannot reach it, and all workers meet there. List it by "
+                "the name or address that the other hosts know it by, or give that as --meet HOST:PORT."
             )
     return f"{f'[{name}]' if ':' in name else name}:{port_from(secrets.randbelow(1 << 20))}"
 
