@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.group import shares_memory
 from lockstep.comm.memory import allocate_common
@@ -72,7 +73,7 @@ class Live:
         # Where they lie: the module's own parameters will be others when this is read.
         self._params = {name: param.data for name, param in trainer.module.named_parameters()}
         self._buffers = {name: buffer.clone() for name, buffer in trainer.module.named_buffers()}
-        self._hook = trainer.optimizer.register_step_pre_hook(lambda *_: self._set(_CHANGING))
+        self._hook: RemovableHandle | None = None
 
     @classmethod
     def of(cls, world: World, trainer: Owner, call: int) -> "Live | None":
@@ -89,11 +90,10 @@ class Live:
         live = cls(world, trainer, allocate_common(world.group, begins[-1], torch.uint8), begins[world.rank])
         indices = world.gather_json(live._own_index())
         if None in indices:
-            live.close()
             return None
         live._index = [entry for index in indices for entry in index]
         live.mark(call)
-        world.meet("sharing the optimizer's state")
+        live._hook = trainer.optimizer.register_step_pre_hook(lambda *_: live._set(_CHANGING))
         return live
 
     def mark(self, call: int) -> None:
@@ -126,8 +126,9 @@ class Live:
         return Snapshot(self.call, 0, 1, {0: Part.of(pieces)}, self._trainer.whole_progress())
 
     def close(self) -> None:
-        """Say no more of what changes."""
-        self._hook.remove()
+        """It is of no use any more: let go of the optimizer."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def _set(self, call: int) -> None:
         self._words[self._rank] = call
