@@ -30,7 +30,7 @@ from lockstep.errors import UsageError
 from lockstep.replica.layout import Fragment, in_memory_order
 from lockstep.replica.local_params import local_part, whole_param
 from lockstep.replica.params import BucketPart
-from lockstep.torch_private import take_over_backward_steps
+from lockstep.torch_private import has_backward_steps, take_over_backward_steps
 
 SHAPE = (12, 16)
 CUTS = (70, 74)
@@ -50,16 +50,22 @@ class BackwardSteps:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
-        self._of_param: list[tuple[Tensor, Sequence[torch.optim.Optimizer]]] = []
+        self._of_param: dict[int, Sequence[torch.optim.Optimizer]] = {}
+        self._has_looked = False
 
     def find(self) -> None:
-        """Called before the first pass: they may be attached after the model was wrapped."""
-        found = [(param, take_over_backward_steps(whole_param(param))) for param in self._params]
-        self._of_param += [(param, optimizers) for param, optimizers in found if optimizers]
+        """Called when a backward pass begins, before any gradient is there: they may be attached at any time."""
+        if self._has_looked and not has_backward_steps():
+            return
+        self._has_looked = True
+        for index, param in enumerate(self._params):
+            if optimizers := take_over_backward_steps(whole_param(param)):
+                self._of_param[index] = optimizers
 
     def step(self) -> None:
         """Gradients are averages now: update by them, and drop them."""
-        for param, optimizers in self._of_param:
+        for index, optimizers in self._of_param.items():
+            param = self._params[index]
             if param.grad is not None:
                 for optimizer in optimizers:
                     optimizer.step()
