@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import swa_utils
 
 import lockstep
@@ -203,6 +204,34 @@ def attributes(world):
 
 def test_attributes_and_warnings(pool):
     pool.run(2, attributes)
+
+
+class Scaled(nn.Module):
+    """What DDP is to ignore is computed with as it is, also where the rest is computed with in half."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(1.0009765))
+        self.register_buffer("shift", torch.tensor(0.1))
+        self.register_buffer("halved", torch.tensor(0.1))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["scale", "shift"])
+
+    def forward(self, x):
+        found = [each.dtype for each in (x, self.linear.weight, self.halved, self.scale, self.shift)]
+        assert found == [torch.bfloat16] * 3 + [torch.float] * 2
+        return self.linear(x).float() * self.scale + self.shift
+
+
+def ignored_in_half(world):
+    half = _MixedPrecision(*[torch.bfloat16] * 3)
+    model = lockstep.DataParallel(Scaled(), mixed_precision=half)
+    model(batch(0, world.rank, world.size)).square().mean().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float}
+
+
+def test_mixed_precision_leaves_alone_what_is_ignored(pool):
+    pool.run(2, ignored_in_half)
 
 
 def sends_on_request(world):

@@ -141,7 +141,7 @@ class AsDDP(DistributedDataParallel):
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
-            "iteration": reducer.times.iteration if reducer is not None else 0,
+            "iteration": 0,
             "dtypes": ", ".join(kinds),
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": sum(param.nbytes for param in params),

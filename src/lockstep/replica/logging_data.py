@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.replica.bucket import Bucket
+from lockstep.replica.bucket import Bucket, Buckets
 from lockstep.torch_private import num_gloo_threads
 
 clock = time.perf_counter_ns
@@ -99,13 +99,19 @@ def sizes(buckets: Sequence[Bucket]) -> str:
     return ", ".join(map(str, found))
 
 
-def orders(params: Sequence[Tensor], buckets: Sequence[Bucket], order: Sequence[int]) -> dict[str, str]:
-    """Which parameters are in which bucket, and came in which order, by their numbers among those that are trained."""
+def of_buckets(
+    params: Sequence[Tensor], buckets: Buckets, order: Sequence[int], unused: Sequence[int]
+) -> dict[str, Any]:
+    """How gradients came and travelled in the last step; torch numbers parameters among those that are trained."""
     numbers = list(itertools.accumulate((param.requires_grad for param in params), initial=0))
-    placed = [" ".join(str(numbers[index]) for index in bucket.indices) for bucket in buckets if bucket.indices]
+    filled = [bucket for bucket in buckets.all if bucket.indices]
+    placed = [" ".join(str(numbers[index]) for index in bucket.indices) for bucket in filled]
     return {
+        "num_buckets_reduced": sum(bucket.place not in buckets.unsent for bucket in filled),
+        "rebuilt_bucket_sizes": sizes(filled),
         "rebuilt_per_bucket_param_indices": ", ".join(placed),
         "prev_iteration_grad_ready_order_indices": ", ".join(str(numbers[index]) for index in order),
+        "unused_parameter_size": sum(params[index].nbytes for index in unused if params[index].requires_grad),
     }
 
 

@@ -41,8 +41,8 @@ from lockstep.replica.bucket_queue import BucketQueue, GradObserver
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.collectives import finish
 from lockstep.replica.grad_weight import GradWeight
-from lockstep.replica.optimizer import BackwardSteps
 from lockstep.replica.logging_data import PassTimes, clock
+from lockstep.replica.optimizer import BackwardSteps
 from lockstep.replica.placement import Placement, SplitPlacement
 from lockstep.replica.reduction import CodedReduction, HookReduction, Partials
 from lockstep.replica.step_state import JoinMode, PassPhase, PassProgress, StepNotes, StepState
@@ -108,8 +108,8 @@ class Reducer:
         """Whether the same parameters have been used here in all steps so far."""
         self._unused: list[int] | None = None
         self._prepare_buckets()
-        self.first_sizes = logging_data.sizes(self.buckets)
-        """Of buckets before the first step, in words."""
+        self._first_sizes = logging_data.sizes(self.buckets)
+        """Of buckets before the first step."""
 
     @property
     def step(self) -> int:
@@ -160,15 +160,10 @@ class Reducer:
 
     def logged(self) -> dict[str, Any]:
         """What torch's DDP logs of its reducer, by torch's names."""
-        shared, buckets = self.shared, self._queue.buckets
-        sent = [bucket for bucket in buckets.all if bucket.place not in buckets.unsent]
-        unused = [index for index in self._unused or () if shared.params[index].requires_grad]
-        data: dict[str, Any] = {"bucket_sizes": self.first_sizes}
+        data = {"iteration": self.times.iteration, "bucket_sizes": self._first_sizes}
         if self.step:
-            data |= logging_data.orders(shared.params, buckets.all, self.times.order)
-            data["rebuilt_bucket_sizes"] = logging_data.sizes(buckets.all)
-            data["num_buckets_reduced"] = sum(bool(bucket.indices) for bucket in sent)
-            data["unused_parameter_size"] = sum(shared.params[index].nbytes for index in unused)
+            buckets = self._queue.buckets
+            data |= logging_data.of_buckets(self.shared.params, buckets, self.times.order, self._unused or ())
         return data | self.times.data() if self._world.device.type == "cpu" else data
 
     # Before the backward pass
@@ -333,7 +328,7 @@ class Reducer:
         if self._world.events:
             self._queue.tell_arrivals()
             self._world.events.emit(Kind.WAITING, self.step, spent_ns=now.spent_ns)
-        if None in self._queue.buckets.places:  # Accumulated under `no_sync`, and perhaps not in the pass that sends.
+        if now.touched and None in self._queue.buckets.places:  # Accumulated, and perhaps not in the pass that sends.
             now.late.update(index for index in now.touched if self._has_no_place(index))
         unused = self._queue.buckets.missing(now.touched)
         self.is_graph_static = self.is_graph_static and self._unused in (None, unused)
