@@ -291,6 +291,21 @@ def test_optimizers_that_step_in_the_backward_pass_get_averages(pool, attached):
     pool.run(2, in_backward, attached)
 
 
+def in_backward_where_split(world):
+    module = net()
+    model = lockstep.DataParallel(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), zero=1)
+    model(batch(0, world.rank, world.size)).square().mean().backward()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    for _ in range(2):
+        loss = model(batch(0, world.rank, world.size)).square().mean()
+        with pytest.raises(lockstep.UsageError, match="train nothing"):
+            loss.backward()
+
+
+def test_optimizers_in_the_backward_pass_of_what_is_split_are_refused(pool):
+    pool.run(2, in_backward_where_split)
+
+
 # Parameters that are used only later
 
 

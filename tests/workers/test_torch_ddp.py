@@ -26,8 +26,8 @@ WANT_ERRORS = {
 }
 """Errors that Lockstep promises not to raise."""
 LOOK_INSIDE = {
-    "test_ddp_profiling_torch_profiler": "wants a profile with torch's search of the graph for unused parameters, which "
-    "is not made here: marks of what was used travel with the gradients",
+    "test_ddp_profiling_torch_profiler": "wants a profile with torch's search of the graph for unused parameters, "
+    "which is not made here: marks of what was used travel with the gradients",
     "test_ddp_native_mixed_precision_ignored_params": "wants `_mp_param` and `_fp_param` on parameters, between which "
     "torch's hooks swap memory around a pass; here a pass casts in its graph, and there are no such copies to read",
 }

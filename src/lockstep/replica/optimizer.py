@@ -48,19 +48,26 @@ ROUNDING = 1e-5
 class BackwardSteps:
     """Optimizers of single parameters that are to step within the backward pass: here, when it has averaged."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
+    def __init__(self, params: Sequence[Tensor], *, are_split: bool) -> None:
+        """are_split: whether gradients are split over the workers, so that such an optimizer would see none."""
+        self._params, self._are_split = params, are_split
         self._of_param: dict[int, Sequence[torch.optim.Optimizer]] = {}
         self._has_looked = False
 
     def find(self) -> None:
         """Called when a backward pass begins, before any gradient is there: they may be attached at any time."""
         if self._has_looked and not has_backward_steps():
-            return
-        self._has_looked = True
+            return  # As nearly always.
         for index, param in enumerate(self._params):
             if optimizers := take_over_backward_steps(whole_param(param)):
                 self._of_param[index] = optimizers
+        if self._of_param and self._are_split:
+            raise UsageError(
+                f"a {type(next(iter(self._of_param.values()))[0]).__name__} was attached to a parameter by torch's "
+                "_apply_optimizer_in_backward, and gradients are split over the workers here (zero=1 to 3), so it would "
+                "train nothing. Give DataParallel one optimizer of all parameters, or use zero=0."
+            )
+        self._has_looked = True
 
     def step(self) -> None:
         """Gradients are averages now: update by them, and drop them."""

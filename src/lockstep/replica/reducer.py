@@ -97,7 +97,7 @@ class Reducer:
         self.inputs: SameInputs | None = SameInputs(world)
         """What looks whether the workers train on different samples, until it knows."""
         self._hooks = GradHooks(shared.params, self.arrive)
-        self._backward_steps = BackwardSteps(shared.params)
+        self._backward_steps = BackwardSteps(shared.params, are_split=isinstance(placement, SplitPlacement))
         self._number = world.replicas.pass_ends.next_number()
         self._under_way: Callable[[], Any] = lambda: None
         """The backward pass that has begun and not ended, whether it sends or accumulates."""
