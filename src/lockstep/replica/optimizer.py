@@ -61,13 +61,13 @@ class BackwardSteps:
         for index, param in enumerate(self._params):
             if optimizers := take_over_backward_steps(whole_param(param)):
                 self._of_param[index] = optimizers
-        if self._of_param and self._are_split:
+        self._has_looked = not (self._of_param and self._are_split)
+        if not self._has_looked:
             raise UsageError(
                 f"a {type(next(iter(self._of_param.values()))[0]).__name__} was attached to a parameter by torch's "
-                "_apply_optimizer_in_backward, and gradients are split over the workers here (zero=1 to 3), so it would "
-                "train nothing. Give DataParallel one optimizer of all parameters, or use zero=0."
+                "_apply_optimizer_in_backward, and gradients are split over the workers here (zero=1 to 3), so it "
+                "would train nothing. Give DataParallel one optimizer of all parameters, or use zero=0."
             )
-        self._has_looked = True
 
     def step(self) -> None:
         """Gradients are averages now: update by them, and drop them."""
