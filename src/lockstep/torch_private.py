@@ -181,7 +181,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def has_backward_steps() -> bool:
     """Whether torch has hooks in place that step optimizers within the backward pass, of whichever parameters."""
-    return bool(_found("torch.distributed.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map"))
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return module is not None and len(getattr(module, "param_to_optim_hook_handle_map", ())) > 0
 
 
 def take_over_backward_steps(param: Tensor) -> Sequence[torch.optim.Optimizer]:
