@@ -44,6 +44,8 @@ GLOO_ALONE = {
     "test_monitored_barrier_gloo_subgroup": "torch offers it for gloo by name",
     "test_monitored_barrier_gloo_rank_0_timeout": "torch offers it for gloo by name",
 }
+TOO_LARGE = "test_ddp_uneven_inputs"
+"""Convolutions of a million pixels: with torch's DDP it had not ended after 15 minutes on two busy cores."""
 FULL = "FULL" in os.environ
 
 
@@ -73,7 +75,7 @@ def test_torchs_tests_of_ddp(tmp_path, backend):
         assert not failed, failed[0]["text"]
         assert "not raised" in found["test_invalid_static_graph", "lockstep"]["text"]
         return
-    found = outcomes(tmp_path, "--place", "torch", "lockstep", "--backend", backend)
+    found = outcomes(tmp_path, "--place", "torch", "lockstep", "--backend", backend, "--without", TOO_LARGE)
     expect_no_less(found, "lockstep", "torch", {**WANT_ERRORS, **LOOK_INSIDE})
     batch_norms = [each for (name, place), each in found.items() if "SyncBatchNorm" in name and place == "lockstep"]
     assert len(batch_norms) >= 9 and all(each["verdict"] == "passed" for each in batch_norms)
