@@ -260,6 +260,7 @@ def table(outcomes):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tests", nargs="+", dest="names", metavar="NAME", help="some of them; all if not given")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="all but these")
     parser.add_argument("--kind", choices=("ddp", "collectives"), default="ddp")
     parser.add_argument("--place", nargs="+", choices=("torch", "lockstep"), default=["torch", "lockstep"])
     parser.add_argument("--backend", nargs="+", default=["gloo"])
@@ -269,7 +270,7 @@ def main():
     given = parser.parse_args()
     load(given.size)
     outcomes = []
-    for name in given.names or names_of(given.kind):
+    for name in (each for each in given.names or names_of(given.kind) if each not in given.without):
         for backend in given.backend:
             for place in given.place if given.kind == "ddp" else [None]:
                 outcome = run(name, place, backend, given.size)

@@ -186,6 +186,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(getattr(optimizer, name, True) for name in names)
 
 
+def has_backward_steps() -> bool:
+    """Whether torch has hooks in place that step optimizers within the backward pass, of whichever parameters."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return module is not None and len(getattr(module, "param_to_optim_hook_handle_map", ())) > 0
+
+
 def take_over_backward_steps(param: Tensor) -> Sequence[torch.optim.Optimizer]:
     """The optimizers that torch's `_apply_optimizer_in_backward` would have stepped within the backward pass.
 
@@ -266,6 +272,11 @@ def num_collectives(backend: Any) -> int | None:
         return int(backend._get_sequence_number_for_group())
     except (RuntimeError, AttributeError):
         return None
+
+
+def num_gloo_threads(group: Any) -> int | None:
+    """How many threads of gloo's serve a group; None if this torch does not tell."""
+    return getattr(getattr(backend_of(group, "cpu"), "options", None), "_threads", None)
 
 
 def nccl_calls(*, with_stacks: bool) -> bytes | None:

@@ -47,7 +47,9 @@ def main(zero=0, mistake=None, compiled=0, steps=5):
     samples = [sample(number) for number in range(40)]
     net = Detector()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero)
+    model = lockstep.DataParallel(
+        torch.compile(net, backend="aot_eager") if compiled else net, optimizer=optimizer, zero=zero
+    )
     loader = lockstep.shard(DataLoader(samples, 7, collate_fn=lambda batch: tuple(zip(*batch, strict=True))))
     for _, (images, targets) in zip(range(steps), loader, strict=False):
         losses = model(list(images), list(targets))

@@ -21,8 +21,12 @@ def main(zero=0, mistake=None, compiled=0, steps=5):
     judge = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
     maker_steps = torch.optim.Adam(maker.parameters(), lr=1e-2, betas=(0.5, 0.9))
     judge_steps = torch.optim.Adam(judge.parameters(), lr=1e-2, betas=(0.5, 0.9))
-    making = lockstep.DataParallel(maker, optimizer=maker_steps, zero=zero)
-    judging = lockstep.DataParallel(judge, optimizer=judge_steps, zero=zero)
+    making = lockstep.DataParallel(
+        torch.compile(maker, backend="aot_eager") if compiled else maker, optimizer=maker_steps, zero=zero
+    )
+    judging = lockstep.DataParallel(
+        torch.compile(judge, backend="aot_eager") if compiled else judge, optimizer=judge_steps, zero=zero
+    )
     loader = lockstep.shard(DataLoader(TensorDataset(real, noise), 7))
     for _, (x, z) in zip(range(steps), loader, strict=False):
         made = maker(z) if mistake == "bypassed" else making(z)

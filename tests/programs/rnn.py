@@ -27,7 +27,9 @@ def main(zero=0, mistake=None, compiled=0, steps=5):
     torch.manual_seed(0)
     net = Network()
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero)
+    model = lockstep.DataParallel(
+        torch.compile(net, backend="aot_eager") if compiled else net, optimizer=optimizer, zero=zero
+    )
     for _ in range(steps):
         rows = torch.randint(20, (7, 9), generator=generator)
         lengths = torch.randint(2, 9, (7,), generator=generator)

@@ -52,7 +52,9 @@ def main(zero=0, mistake=None, compiled=0, steps=5):
     texts = torch.randint(20, (42, 6), generator=generator)
     net = Network()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    model = lockstep.DataParallel(net, optimizer=optimizer, zero=zero)
+    model = lockstep.DataParallel(
+        torch.compile(net, backend="aot_eager") if compiled else net, optimizer=optimizer, zero=zero
+    )
     loader = lockstep.shard(DataLoader(TensorDataset(texts), 6))  # Parts of equal length, since sums are shared.
     for _, (tokens,) in zip(range(steps), loader, strict=False):
         logits, weights, best = model(tokens[:, :-1])

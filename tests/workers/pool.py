@@ -91,7 +91,7 @@ class Pool:
                 "GLOO_SOCKET_IFNAME": "lo",
             }
             connection.send((environ, function, args, timeout, backend))
-        outcomes = self._collect(workers)
+        outcomes = self._collect(workers, max(DEADLINE_S, 2 * timeout))
         del store
         if expect_failure:
             return outcomes
@@ -100,16 +100,16 @@ class Pool:
             raise WorkerError("\n".join(failures))
         return [result for _, result in outcomes]
 
-    def _collect(self, workers):
+    def _collect(self, workers, deadline_s):
         outcomes = [None] * workers
-        give_up = time.monotonic() + DEADLINE_S
+        give_up = time.monotonic() + deadline_s
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:workers])}
         while waiting:
             ready = multiprocessing.connection.wait(waiting, timeout=max(0, give_up - time.monotonic()))
             if not ready:
                 late = sorted(waiting.values())
                 self.stop()
-                raise WorkerError(f"workers {late} did not answer within {DEADLINE_S} s; done: {outcomes}")
+                raise WorkerError(f"workers {late} did not answer within {deadline_s} s; done: {outcomes}")
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:

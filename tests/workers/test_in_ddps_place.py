@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import swa_utils
 
 import lockstep
@@ -179,6 +180,18 @@ def attributes(world):
     assert model.bucket_bytes_cap == 2 << 20 and model.parameters_to_ignore == set()
     data = model._get_ddp_logging_data()
     assert data["world_size"] == world.size and data["module_name"] == "Sequential"
+    model._set_ddp_runtime_logging_sample_rate(4)
+    told = []
+    for step in range(16):
+        model(batch(step, world.rank, world.size)).square().mean().backward()
+        told.append(model._get_ddp_logging_data())
+    assert [data["iteration"] for data in told] == [*range(11), 10, 12, 12, 12, 12]
+    data = told[-1]
+    times = [data[f"{phase}_time"] for phase in ("forward_compute", "backward_compute", "backward_comm")]
+    assert all(0 < each < 10**10 for each in times) and data["avg_forward_compute_time"] > 0
+    assert 0 <= data["backward_compute_comm_overlap_time"] <= min(times[1:])
+    assert data["forward_compute_time_start"] + times[0] == data["backward_compute_time_start"]
+    assert data["prev_iteration_grad_ready_order_indices"].count(",") == 5
     module = net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["3.bias"])
     ignoring = lockstep.DataParallel(module)
@@ -191,6 +204,34 @@ def attributes(world):
 
 def test_attributes_and_warnings(pool):
     pool.run(2, attributes)
+
+
+class Scaled(nn.Module):
+    """What DDP is to ignore is computed with as it is, also where the rest is computed with in half."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(1.0009765))
+        self.register_buffer("shift", torch.tensor(0.1))
+        self.register_buffer("halved", torch.tensor(0.1))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["scale", "shift"])
+
+    def forward(self, x):
+        found = [each.dtype for each in (x, self.linear.weight, self.halved, self.scale, self.shift)]
+        assert found == [torch.bfloat16] * 3 + [torch.float] * 2
+        return self.linear(x).float() * self.scale + self.shift
+
+
+def ignored_in_half(world):
+    half = _MixedPrecision(*[torch.bfloat16] * 3)
+    model = lockstep.DataParallel(Scaled(), mixed_precision=half)
+    model(batch(0, world.rank, world.size)).square().mean().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float}
+
+
+def test_mixed_precision_leaves_alone_what_is_ignored(pool):
+    pool.run(2, ignored_in_half)
 
 
 def sends_on_request(world):
@@ -226,18 +267,101 @@ def test_a_backward_pass_sends_on_request(pool):
     pool.run(2, sends_on_request)
 
 
-def in_backward(world):
+def in_backward(world, attached):
+    """Optimizers are attached before or after the forward pass of the first or the second step."""
+    at_step, _ = attached
     model = lockstep.DataParallel(net())
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    for step in range(3):
-        model(batch(step, world.rank, world.size)).square().mean().backward()
+    train(model, world, at_step)
+    for step in range(at_step, 4):
+        if (step, "before") == attached:
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        x = batch(step, world.rank, world.size)
+        model(x)  # With no backward pass over it.
+        loss = model(x).square().mean()
+        if (step, "after") == attached:
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        loss.backward()
         assert all(param.grad is None for param in model.parameters())
-    for found, wanted in zip(model.parameters(), train(lockstep.DataParallel(net()), world), strict=True):
+    for found, wanted in zip(model.parameters(), train(lockstep.DataParallel(net()), world, 4), strict=True):
         torch.testing.assert_close(found.detach(), wanted, **TOLERANCE)
 
 
-def test_optimizers_that_step_in_the_backward_pass_get_averages(pool):
-    pool.run(2, in_backward)
+@pytest.mark.parametrize("attached", [(0, "before"), (0, "after"), (1, "before"), (1, "after")])
+def test_optimizers_that_step_in_the_backward_pass_get_averages(pool, attached):
+    pool.run(2, in_backward, attached)
+
+
+def in_backward_where_split(world):
+    module = net()
+    model = lockstep.DataParallel(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), zero=1)
+    model(batch(0, world.rank, world.size)).square().mean().backward()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    for _ in range(2):
+        loss = model(batch(0, world.rank, world.size)).square().mean()
+        with pytest.raises(lockstep.UsageError, match="train nothing"):
+            loss.backward()
+
+
+def test_optimizers_in_the_backward_pass_of_what_is_split_are_refused(pool):
+    pool.run(2, in_backward_where_split)
+
+
+# Parameters that are used only later
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.trunk, self.branch = nn.Linear(6, 600), nn.Linear(600, 300)
+
+    def forward(self, x, branches):
+        return self.branch(self.trunk(x)) if branches else self.trunk(x)
+
+
+def expect_means(world, module, passes):
+    """Gradients are those of the mean over the workers, each of which made these passes: (input, branches)."""
+    found = [param.grad for param in module.parameters()]
+    plain = Branches()
+    for worker in world.gather([(x, branches) for x, branches in passes]):
+        for x, branches in worker:
+            (plain(x, branches).square().mean() / world.size).backward()
+    for mine, param in zip(found, plain.parameters(), strict=True):
+        assert (mine is None) == (param.grad is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, param.grad, **TOLERANCE)
+    module.zero_grad()
+
+
+def sent(model):
+    """Numbers of the parameters that have a bucket."""
+    buckets = model._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
+    return set(map(int, buckets.replace(",", "").split()))
+
+
+def used_later(world, is_frozen):
+    """The branch is used by one worker in step 2, and by all in step 3, where it is under no_sync; or frozen first."""
+    module = Branches()
+    module.branch.requires_grad_(not is_frozen)
+    model = lockstep.DataParallel(module, skip_all_reduce_unused_params=True)
+    own = [batch(step, world.rank, world.size) for step in range(5)]
+    for step, branches in enumerate((False, False, world.is_main and not is_frozen, None, False)):
+        module.branch.requires_grad_(step >= 3 or not is_frozen)
+        passes = [(own[step], bool(branches))]
+        if branches is None:
+            passes = [(own[0], True), (own[step], False)]
+            with model.no_sync():
+                model(*passes[0]).square().mean().backward()
+        model(*passes[-1]).square().mean().backward()
+        if step == 1:
+            assert sent(model) == {0, 1}
+        expect_means(world, module, passes)
+    assert sent(model) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_is_used_later_is_averaged_as_well(pool, is_frozen):
+    pool.run(2, used_later, is_frozen)
 
 
 # Join

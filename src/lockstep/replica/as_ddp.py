@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import UsageError
-from lockstep.replica import agreement
+from lockstep.replica import agreement, logging_data
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.engine import Engine
 from lockstep.replica.granularity import BUCKET_BYTES
@@ -123,7 +123,7 @@ class AsDDP(DistributedDataParallel):
         return TorchReducer(self)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What is known of this model by the names of torch's logging data; nothing that torch's reducer measures."""
+        """What torch logs, by its names; times on CPUs, of passes whose gradients are sent: see logging_data.py."""
         params = [param for param in self.module.parameters() if param.requires_grad]
         kinds = sorted({_TYPE_NAMES.get(param.dtype, str(param.dtype)) for param in params})
         syncs = any(isinstance(each, SyncBatchNorm | nn.SyncBatchNorm) for each in self.module.modules())
@@ -141,7 +141,7 @@ class AsDDP(DistributedDataParallel):
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
-            "iteration": steps,
+            "iteration": 0,
             "dtypes": ", ".join(kinds),
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": sum(param.nbytes for param in params),
@@ -151,7 +151,10 @@ class AsDDP(DistributedDataParallel):
             "join_uneven_inputs": int(self._has_joined),
             "has_error": int(bool(self._error)),
             "error": self._error,
+            **logging_data.environment(self.world.backend, self.world.group),
         }
+        if reducer is not None:
+            data |= reducer.logged()
         return data if self._comm_hook is None else {**data, "comm_hook": self._comm_hook}
 
     def _set_static_graph(self) -> None:
@@ -159,7 +162,11 @@ class AsDDP(DistributedDataParallel):
         self.static_graph = True
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Without effect: see `lockstep.watch`."""
+        """Of which passes `_get_ddp_logging_data` has times: the first ten, and then one in so many."""
+        if sample_rate < 1:
+            raise UsageError(f"the sample rate must be 1 or more, got {sample_rate}.")
+        if self._made is not None and self._made.reducer is not None:
+            self._made.reducer.times.sample_rate = sample_rate
 
     def _check_reducer_finalized(self) -> None:
         """Without effect: a pass that does not end well raises."""

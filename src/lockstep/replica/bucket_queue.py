@@ -12,6 +12,7 @@ Where many buckets take turns in the same memory (zero=2 and 3), one is filled w
 """
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -65,6 +66,8 @@ class BucketQueue:
         """Sums of earlier shards, where all is added along a tree."""
         self.observer: GradObserver | None = None
         self.step = 0
+        self.launched_ns = 0
+        """When the first bucket of the last pass left."""
         self.reset()
 
     def reset(self) -> None:
@@ -129,6 +132,8 @@ class BucketQueue:
         buckets, placement = self.buckets, self._placement
         while self.num_launched < count:
             faults.at("exchange")
+            if not self.num_launched:
+                self.launched_ns = time.perf_counter_ns()
             bucket = buckets.all[self.num_launched]
             self.num_launched += 1
             self._vacate(bucket)

@@ -52,11 +52,13 @@ class DataParallel(AsDDP):
         second, and replicates over the first. Parameters may be DTensors on other dimensions: see docs/mesh.md.
     bucket_cap_mb: the size of a bucket; if not given 25, and on GPUs growing to 100. `bucket_cap_mb_list`: its last
         entry counts.
+    skip_all_reduce_unused_params: with zero=0, parameters that no worker used in the first step are not sent. One that
+        is used later is reduced in an extra round then, and travels with the others from the next step on.
     mixed_precision: torch's own experiment, as there; `torch.autocast` is the better tool.
 
     Unnecessary here, accepted and without effect: `find_unused_parameters`, `static_graph`,
-    `gradient_as_bucket_view`, `check_reduction`, `skip_all_reduce_unused_params`, `batched_grad_copy` (unused
-    parameters, changing graphs and bucket views always work), `delay_all_reduce_named_params` and
+    `gradient_as_bucket_view`, `check_reduction`, `batched_grad_copy` (unused parameters, changing graphs and bucket
+    views always work), `delay_all_reduce_named_params` and
     `param_to_hook_all_reduce` (buckets leave in the observed order anyway), `dim`, `output_device`.
 
     Lockstep's own:
@@ -138,6 +140,7 @@ class DataParallel(AsDDP):
             reduces=reduces,
             keeps_units=keeps_units,
             reshard_after_forward=reshard_after_forward,
+            skips_unused=skip_all_reduce_unused_params,
         )
         options.check(module)
         data = data_worlds(process_group, device_mesh)

@@ -206,6 +206,7 @@ class Engine:
         partials = shards.partials if shards is not None else None
         first_end = weakref.WeakMethod(self._compare_copies) if self.mesh is not None else None
         more: dict[str, Any] = {"group": group, "partials": partials, "first_end": first_end}
+        more["skips_unused"] = options.skips_unused and not options.zero
         if tables:
             self.reducer = RowsReducer(tables, world, shared, buckets, placement, **more)
         else:

@@ -30,7 +30,7 @@ from lockstep.errors import UsageError
 from lockstep.replica.layout import Fragment, in_memory_order
 from lockstep.replica.local_params import local_part, whole_param
 from lockstep.replica.params import BucketPart
-from lockstep.torch_private import take_over_backward_steps
+from lockstep.torch_private import has_backward_steps, take_over_backward_steps
 
 SHAPE = (12, 16)
 CUTS = (70, 74)
@@ -48,18 +48,31 @@ ROUNDING = 1e-5
 class BackwardSteps:
     """Optimizers of single parameters that are to step within the backward pass: here, when it has averaged."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
-        self._of_param: list[tuple[Tensor, Sequence[torch.optim.Optimizer]]] = []
+    def __init__(self, params: Sequence[Tensor], *, are_split: bool) -> None:
+        """are_split: whether gradients are split over the workers, so that such an optimizer would see none."""
+        self._params, self._are_split = params, are_split
+        self._of_param: dict[int, Sequence[torch.optim.Optimizer]] = {}
+        self._has_looked = False
 
     def find(self) -> None:
-        """Called before the first pass: they may be attached after the model was wrapped."""
-        found = [(param, take_over_backward_steps(whole_param(param))) for param in self._params]
-        self._of_param += [(param, optimizers) for param, optimizers in found if optimizers]
+        """Called when a backward pass begins, before any gradient is there: they may be attached at any time."""
+        if self._has_looked and not has_backward_steps():
+            return  # As nearly always.
+        for index, param in enumerate(self._params):
+            if optimizers := take_over_backward_steps(whole_param(param)):
+                self._of_param[index] = optimizers
+        self._has_looked = not (self._of_param and self._are_split)
+        if not self._has_looked:
+            raise UsageError(
+                f"a {type(next(iter(self._of_param.values()))[0]).__name__} was attached to a parameter by torch's "
+                "_apply_optimizer_in_backward, and gradients are split over the workers here (zero=1 to 3), so it "
+                "would train nothing. Give DataParallel one optimizer of all parameters, or use zero=0."
+            )
 
     def step(self) -> None:
         """Gradients are averages now: update by them, and drop them."""
-        for param, optimizers in self._of_param:
+        for index, optimizers in self._of_param.items():
+            param = self._params[index]
             if param.grad is not None:
                 for optimizer in optimizers:
                     optimizer.step()

@@ -97,11 +97,13 @@ class DDPPrecision:
         if not all(hasattr(wanted, field) for field in FIELDS):
             raise UsageError(f"mixed_precision must have {', '.join(FIELDS)}, as torch's own has; got {wanted!r}.")
         self._module = module
+        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        """Names of parameters and buffers that DDP is to leave alone."""
         self._param_dtype: torch.dtype | None = wanted.param_dtype
         self.reduce_dtype: torch.dtype | None = wanted.reduce_dtype or wanted.param_dtype
         if wanted.buffer_dtype is not None:
-            for buffer in module.buffers():
-                if buffer.is_floating_point():
+            for name, buffer in module.named_buffers():
+                if buffer.is_floating_point() and name not in self._ignored:
                     buffer.data = buffer.data.to(wanted.buffer_dtype)
 
     def call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,7 +111,9 @@ class DDPPrecision:
         if self._param_dtype is None:
             return self._module(*inputs, **kwargs)
         params: dict[str, Any] = {
-            name: cast(param, self._param_dtype) for name, param in self._module.named_parameters()
+            name: cast(param, self._param_dtype)
+            for name, param in self._module.named_parameters()
+            if name not in self._ignored
         }
         inputs, kwargs = cast((inputs, kwargs), self._param_dtype)  # type: ignore[misc]
         return torch.func.functional_call(self._module, params, inputs, kwargs)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.events import Kind
-from lockstep.replica import sparse
+from lockstep.replica import logging_data, sparse
 from lockstep.replica.agreement import SameInputs
 from lockstep.replica.autograd_hooks import GradHooks, call_at_end
 from lockstep.replica.bucket import Bucket, Buckets, BucketStage
@@ -41,6 +41,7 @@ from lockstep.replica.bucket_queue import BucketQueue, GradObserver
 from lockstep.replica.buffers import Buffers
 from lockstep.replica.collectives import finish
 from lockstep.replica.grad_weight import GradWeight
+from lockstep.replica.logging_data import PassTimes, clock
 from lockstep.replica.optimizer import BackwardSteps
 from lockstep.replica.placement import Placement, SplitPlacement
 from lockstep.replica.reduction import CodedReduction, HookReduction, Partials
@@ -77,8 +78,12 @@ class Reducer:
         group: dist.ProcessGroup,
         partials: Partials | None = None,
         first_end: "weakref.WeakMethod[Callable[[], None]] | None" = None,
+        skips_unused: bool = False,
     ) -> None:
-        """first_end: called when gradients have been handed out for the first time."""
+        """first_end: called when gradients have been handed out for the first time.
+
+        skips_unused: send no bucket for what no worker used in the first step, until some worker uses it.
+        """
         self._world = world
         self.shared = shared
         self.group = group
@@ -86,20 +91,25 @@ class Reducer:
         self.grad_weight = GradWeight(world.size if partials is None else None)
         self._queue = BucketQueue(world, shared.names, buckets, placement, self.grad_weight, partials)
         self._first_end = first_end
+        self._skips_unused = skips_unused
         self._join_mode: JoinMode | None = None
         """Whether workers may run out of batches at different steps, and what that means."""
         self.inputs: SameInputs | None = SameInputs(world)
         """What looks whether the workers train on different samples, until it knows."""
         self._hooks = GradHooks(shared.params, self.arrive)
-        self._backward_steps = BackwardSteps(shared.params)
+        self._backward_steps = BackwardSteps(shared.params, are_split=isinstance(placement, SplitPlacement))
         self._number = world.replicas.pass_ends.next_number()
         self._under_way: Callable[[], Any] = lambda: None
         """The backward pass that has begun and not ended, whether it sends or accumulates."""
         self._now = StepState()
+        self.times = PassTimes()
+        """When the phases of the last passes were."""
         self.is_graph_static = True
         """Whether the same parameters have been used here in all steps so far."""
         self._unused: list[int] | None = None
         self._prepare_buckets()
+        self._first_sizes = logging_data.sizes(self.buckets)
+        """Of buckets before the first step."""
 
     @property
     def step(self) -> int:
@@ -148,6 +158,14 @@ class Reducer:
             return 0, ()
         return buckets[place].num_bytes, tuple(self.shared.names[index] for index in buckets[place].indices)
 
+    def logged(self) -> dict[str, Any]:
+        """What torch's DDP logs of its reducer, by torch's names."""
+        data = {"iteration": self.times.iteration, "bucket_sizes": self._first_sizes}
+        if self.step:
+            buckets = self._queue.buckets
+            data |= logging_data.of_buckets(self.shared.params, buckets, self.times.order, self._unused or ())
+        return data | self.times.data() if self._world.device.type == "cpu" else data
+
     # Before the backward pass
 
     def before_forward(self, syncs: bool, weight: Weight | None) -> None:
@@ -158,8 +176,8 @@ class Reducer:
         now = self._now
         now.syncs, now.weight, now.is_expected = syncs, weight, True
         self._hooks.attach()
-        if not self.step:
-            self._backward_steps.find()
+        if syncs:
+            self.times.before_forward(self.step)
 
     def send_next_pass(self) -> None:
         """Let the next backward pass send, though the forward passes that it is over were to accumulate."""
@@ -216,6 +234,7 @@ class Reducer:
                 raise refuse_both(weight, now.weight)
             return
         now.is_expected, now.weight = True, weight
+        self._backward_steps.find()
         if self._split is not None:
             self._split.before_pass()
         self.grad_weight.begin(
@@ -224,6 +243,7 @@ class Reducer:
         if not now.syncs:
             self._under_way = self._at_end(lambda: None)
             return
+        self.times.backward_ns = clock()
         self._open_step()
         for bucket in self._queue.buckets.all:
             bucket.mend_views()
@@ -266,12 +286,12 @@ class Reducer:
             return  # The pass came to the parameter, and brought nothing.
         if self._placement.gathered is not None:
             self._placement.gathered.look()
-        if not self.step:
+        if not self.step or self.times.is_sampled:
             now.observed.append(index)
         place = self._queue.buckets.places[index]
         if place is None or index in self._queue.buckets.deferred or place[0].place in self._queue.buckets.unsent:
             now.touched.add(index)
-            if place is None and not self._travels_apart(index):
+            if self._has_no_place(index):
                 now.late.add(index)
             return
         bucket, slot = place
@@ -286,6 +306,10 @@ class Reducer:
         if begun_ns:
             now.spent_ns += time.perf_counter_ns() - begun_ns
 
+    def _has_no_place(self, index: int) -> bool:
+        """Whether nothing takes the gradient of a parameter in this step."""
+        return self._queue.buckets.places[index] is None and not self._travels_apart(index)
+
     def _travels_apart(self, index: int) -> bool:
         """Whether the gradient of a parameter that has no bucket is sent otherwise."""
         return index in self.shared.sparse_params
@@ -296,6 +320,7 @@ class Reducer:
         """The backward pass has ended: send the rest, wait, hand out. Called by autograd's engine."""
         now, weight = self._now, self.grad_weight
         now.pass_end = None
+        self.times.computed_ns = clock()
         if not now.has_arrived:  # The pass reached no parameter, as torch.autograd.grad for inputs.
             if self._placement.gathered is not None:
                 self._placement.gathered.end_pass()
@@ -303,6 +328,8 @@ class Reducer:
         if self._world.events:
             self._queue.tell_arrivals()
             self._world.events.emit(Kind.WAITING, self.step, spent_ns=now.spent_ns)
+        if now.touched and None in self._queue.buckets.places:  # Accumulated, and perhaps not in the pass that sends.
+            now.late.update(index for index in now.touched if self._has_no_place(index))
         unused = self._queue.buckets.missing(now.touched)
         self.is_graph_static = self.is_graph_static and self._unused in (None, unused)
         self._unused = unused
@@ -315,6 +342,9 @@ class Reducer:
                 extra=bool(now.late),
             )
             self._queue.exchange(self._notes, fills=True)
+            self.times.launched_ns, self.times.reduced_ns = self._queue.launched_ns, clock()
+            if now.observed:
+                self.times.order = now.observed
             self._conclude(is_active=True)
         finally:
             self._reset()
@@ -390,6 +420,9 @@ class Reducer:
             self.observer.see_sums(self.step, self.buckets)
         if not self.step:
             self._learn_order(self._world.gather_json(self._now.observed)[0])
+            if self._skips_unused:
+                used = self._notes.used()
+                self._queue.buckets.leave_out(index for index in range(len(used)) if not used[index])
             if self._first_end is not None and (compare := self._first_end()) is not None:
                 compare()
         if self.inputs is not None and not self.inputs.compare():

@@ -65,7 +65,7 @@ class StepState:
         """The end of the backward pass that sends, once it has begun; dead if the pass has raised."""
         self.has_arrived = False
         self.observed: list[int] = []
-        """Parameters in the order of their gradients; kept in the first step only."""
+        """Parameters in the order of their gradients; kept in the first step, and in those that are sampled."""
         self.touched: set[int] = set()
         """Parameters whose gradients were accumulated here and are in no bucket yet."""
         self.late: set[int] = set()

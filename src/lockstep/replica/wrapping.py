@@ -42,6 +42,8 @@ class WrapOptions:
     keeps_units: bool
     """Whether parts must hold whole units of tensors, as the trainer's norms count."""
     reshard_after_forward: bool | None
+    skips_unused: bool
+    """Whether what no worker used in the first step is sent no more until some worker uses it."""
 
     def check(self, module: nn.Module) -> None:
         """Raise UsageError unless `module` can be wrapped as asked."""
