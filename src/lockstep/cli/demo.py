@@ -10,9 +10,6 @@ if TYPE_CHECKING:
 
 _PRINTABLE = {chr(byte) for byte in range(32, 127)} | {"\n"}
 
-_BUSY = 0.9
-"""The share of a core below which other programs are said to have interfered; on an idle machine it is 0.99."""
-
 _DESCRIPTION = """\
 Train a byte-level GPT on the source code of Python's standard library, with as many workers as there are cores or
 GPUs, and check what Lockstep promises while doing so: that all workers end with the same weights to the bit, and that
@@ -95,7 +92,19 @@ def checked(findings: "Findings") -> list[str]:
 
 def measured(findings: "Findings") -> list[str]:
     """One statement per measurement."""
-    return ["Measured in this run:", *_throughput(findings), *_communication(findings)]
+    from lockstep.watching.number_format import milliseconds, number, percent
+
+    found = findings.summary
+    if not found.wall_ms:
+        return ["Measured in this run: nothing, it had too few steps."]
+    lines = [
+        "Measured in this run:",
+        f"  throughput          {number(found.samples_per_s)} samples/s, {milliseconds(found.wall_ms)} a step",
+        f"  scaling efficiency  {percent(found.efficiency)}: of a step, what a worker takes for its part by itself",
+        f"  communication       {percent(found.exposed_ms / found.wall_ms)} of the time, besides what the backward "
+        f"pass hides; waiting for a slower worker {percent(found.waiting_ms / found.wall_ms)}",
+    ]
+    return [*lines, *([f"  {found.verdict}"] if found.verdict else [])]
 
 
 def written(sample: bytes) -> list[str]:
@@ -133,41 +142,6 @@ def _losses(findings: "Findings") -> str:
         "the loss is a number in every step",
         f"from {findings.losses[0]:.3f} to {sum(tail) / len(tail):.3f} nats per byte",
     )
-
-
-def _throughput(findings: "Findings") -> list[str]:
-    speed, efficiency = findings.speed, findings.efficiency
-    if speed is None or efficiency is None:
-        return ["  speed: not measured, too few steps"]
-    who = "1 worker" if findings.workers == 1 else f"{findings.workers} workers"
-    return [
-        f"  throughput          {speed.throughput:.1f} samples/s with {who}, {speed.throughput_alone:.1f} with one "
-        "alone on its part, sending nothing",
-        f"  scaling efficiency  {100 * efficiency:.0f} % of {findings.workers} x one alone (medians of "
-        f"{speed.num_together} steps and {speed.num_alone} lone ones, interleaved)",
-        *_caveats(findings.workers, speed.core_share),
-    ]
-
-
-def _caveats(workers: int, core_share: float) -> list[str]:
-    said = []
-    if workers > 1:
-        said.append("Less than 100 % is expected where cores share caches, memory bandwidth and power.")
-    if core_share < _BUSY:
-        said.append(f"Other programs were running: the lone worker had {100 * core_share:.0f} % of its core.")
-    return [f"{'':22}{text}" for text in said]
-
-
-def _communication(findings: "Findings") -> list[str]:
-    if findings.waiting is None:
-        return ["  communication       not measured: on GPUs it runs beside the computation"]
-    mean = 100 * sum(findings.waiting) / len(findings.waiting)
-    least, most = 100 * min(findings.waiting), 100 * max(findings.waiting)
-    return [
-        f"  communication       {mean:.1f} % of the time went into waiting for gradients (by worker: {least:.1f} to "
-        f"{most:.1f} %),",
-        "                      waiting for a slower worker included",
-    ]
 
 
 def _statement(holds: bool, claim: str, evidence: str) -> str:

@@ -91,13 +91,12 @@ def train(recipe: Recipe) -> Findings | None:
         loader = lockstep.shard(DataLoader(windows, recipe.batch, shuffle=True, drop_last=True))
         optimizer, schedule = recipe.optimizer(model)
         for x, y in _batches(loader, recipe.steps):
-            examiner.begin_step()
             loss = loss_of(model(x), y)
             loss.backward()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            examiner.end_step(x, y, loss)
+            examiner.end_step(model, x, y, loss)
         return examiner.conclude()
 
 

@@ -53,7 +53,8 @@ def watch(
         a matrix product if not given.
     hang_deadline: after so long a wait, in seconds or as a timedelta, it is reported who is stuck; None for never.
 
-    progress: whether worker 0 shows a line on stderr: drawn over and over in a terminal, else now and then.
+    progress: whether worker 0 shows a line on stderr, drawn over and over in a terminal, else now and then; and at the
+        end what was seen.
     tensorboard: a folder for TensorBoard, where that is installed.
     trackers: who else is given the numbers of every step and the verdicts: see `lockstep.integrations.trackers`.
 
@@ -70,7 +71,7 @@ def watch(
         where = _folder_of(Path(folder), model.world) if folder is not None else None
         deadline = timedelta(seconds=hang_deadline) if isinstance(hang_deadline, int | float) else hang_deadline
         views = _views(progress, tensorboard) if model.world.is_main else []
-        watcher = model.world.watcher = Watcher(model, where, peak_flops, deadline, views)
+        watcher = model.world.watcher = Watcher(model, where, peak_flops, deadline, views, says_end=progress)
     watcher.see(model)
     watcher.track(trackers)
     return watcher
@@ -96,7 +97,10 @@ class Watcher:
         peak: float | None,
         hang_deadline: timedelta | None,
         views: list[View],
+        *,
+        says_end: bool,
     ) -> None:
+        self._says_end = says_end
         world = self._world = model.world
         self.has_ended = False
         """Whether it has been closed."""
@@ -192,7 +196,7 @@ class Watcher:
         if self._collector is not None:
             with contextlib.suppress(OSError):  # A full disk must not keep the world from ending.
                 self._collector.close()
-            if self.summary().steps:
+            if self._says_end and self.summary().steps:
                 for line in str(self.summary()).splitlines():
                     print(f"lockstep: {line}", file=sys.stderr)
 
