@@ -9,6 +9,7 @@ Lives in a worker's process that was started to verify a script, and in no other
 import functools
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lockstep import world as worlds
 from lockstep.replica import grad_weight as weighted
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.data_parallel import DataParallel
-from lockstep.verify import switched_off, tensors
+from lockstep.verify import switched_off, tensors, worker_record
 from lockstep.verify.forwards import ForwardRecorder
 from lockstep.verify.worker_record import Backward, RecordedStep, WorkerRecord
 
@@ -34,7 +35,7 @@ class TrainingRecorder:
     """The record of this worker, as it grows."""
 
     def __init__(self, rank: int, num_steps: int, *, syncs_batch_norm: bool = False, in_float64: bool = False) -> None:
-        """WorkerRecord `num_steps` steps.
+        """Record `num_steps` steps.
 
         syncs_batch_norm: convert every batch norm to SyncBatchNorm, to see whether that was the cause.
         in_float64: make models, and what goes into them, float64, to see whether rounding was the cause.
@@ -46,7 +47,6 @@ class TrainingRecorder:
         self._step = RecordedStep()
         self._forwards = ForwardRecorder(self.record, self._models, in_float64=in_float64)
         self._wrapped: list[weakref.ref[DataParallel]] = []
-        self._optimizers: list[Optimizer] = []
         self._outside: dict[int, tensors.TensorPlace] = {}
         """By id: where parameters belong that are in no wrapped model."""
         self._given: tuple[Tensor, float] | None = None
@@ -67,6 +67,10 @@ class TrainingRecorder:
         self._forwards.install()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
+
+    def save(self, folder: Path) -> None:
+        """Write the record into `folder`, once the script has ended or made its steps."""
+        worker_record.save(self.record, folder)
 
     def _models(self) -> list[DataParallel]:
         """The wrapped models that the script still has: a module may be wrapped anew."""
@@ -180,14 +184,11 @@ class TrainingRecorder:
         self._depth += 1
         if self._depth > 1:
             return
-        if not any(each is optimizer for each in self._optimizers):
-            self._optimizers.append(optimizer)
         world = worlds.current()
         self.record.is_joined = world is not None or dist.is_initialized()
         self.record.is_seeded |= world is not None and world.is_seeded  # By join(seed=...).
         self.record.is_split |= any(model._engine.parts is not None for model in self._models())
         step, owned = self._step, self._owned(optimizer)
-        step.optimizer = next(n for n, each in enumerate(self._optimizers) if each is optimizer)
         step.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         step.settings = [_settings(group) for group in optimizer.param_groups]
         step.grads = tensors.sketches_of([(place, param.grad) for place, param in owned if param.grad is not None])

@@ -177,8 +177,6 @@ class Backward:
 class RecordedStep:
     """One call of an optimizer's step, and what led to it."""
 
-    optimizer: int = 0
-    """Which optimizer, in the order in which they made their first step."""
     forwards: list[Forward] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
