@@ -91,13 +91,6 @@ def test_sizes_read_as_they_are_written(count):
         request.parse_size(str(num_bytes + 2))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.5, "2.50 s"), (0.0123, "12.30 ms"), (0.001, "1.00 ms"), (0.0000125, "12.5 us")]
-)
-def test_times_in_words(seconds, text):
-    assert bench.time_text(seconds) == text
-
-
 def test_bus_bandwidth_is_that_of_the_least_traffic():
     assert bus_bandwidth(2, 10**9, 1.0) == pytest.approx(1.0)
     assert bus_bandwidth(4, 10**9, 0.5) == pytest.approx(3.0)

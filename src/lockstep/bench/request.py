@@ -193,15 +193,6 @@ def parse_size(text: str) -> int:
     return num_bytes
 
 
-def writable(path: str, option: str = "--json") -> Path:
-    """The file at `path`; raises UsageError if it could not be written, so that no measurement is lost in the end."""
-    target = Path(path)
-    place = target if target.exists() else target.parent
-    if target.is_dir() or not os.access(place, os.W_OK):
-        raise UsageError(f"{path!r} cannot be written: give {option} a file in a folder that exists and is yours.")
-    return target
-
-
 def _check_memory(workers: int, num_bytes: int) -> None:
     """Refuse what would fill the machine: in the naive way every worker holds everybody's tensor."""
     needed = workers * workers * num_bytes

@@ -3,10 +3,13 @@
 import argparse
 import sys
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import terminal
 from lockstep.bench import catalogue, request
+from lockstep.cli import output
+from lockstep.watching.number_format import milliseconds
 
 if TYPE_CHECKING:
     from lockstep.bench.comm import CommResults, CommRow
@@ -74,7 +77,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "bench",
         help="measure on this machine: Lockstep against its peers, and what communication takes",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
     _add_contest(
@@ -83,7 +85,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help="a step of Lockstep against torch DDP, FSDP2, DeepSpeed and others, on CPU workers",
             description=_STEP_DESCRIPTION + _listed(on_gpu=False),
             epilog=_STEP_EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         ),
         "number of workers (default: 2)",
         "gpt-10m",
@@ -95,7 +96,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help="the same on CUDA, with one or several workers on a GPU",
             description=_GPU_DESCRIPTION + _listed(on_gpu=True),
             epilog=_GPU_EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         ),
         "number of workers; they may share a GPU (default: one per GPU)",
         "gpt2-124m",
@@ -109,7 +109,6 @@ def _add_comm(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "comm",
         help="naive and ring all-reduce against the backend's own",
         description=_COMM_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "-n",
@@ -186,7 +185,7 @@ def _run_step(args: argparse.Namespace) -> int:
         device, args.workers, args.workload, args.variants, args.steps, args.warmup, args.batch, args.crews
     )
     files = {option: getattr(args, option) for option in ("json", "plot")}
-    targets = {option: request.writable(path, f"--{option}") for option, path in files.items() if path is not None}
+    targets = {option: output.checked(Path(path), f"--{option}") for option, path in files.items() if path is not None}
     from lockstep.bench import plot, results, step  # Takes seconds, since torch comes with it.
 
     line = terminal.ProgressLine(sys.stderr)
@@ -212,7 +211,7 @@ def _run_step(args: argparse.Namespace) -> int:
 
 def _run_comm(args: argparse.Namespace) -> int:
     asked = request.checked_comm(args.workers, args.sizes, args.backends, args.rounds)
-    target = None if args.json is None else request.writable(args.json)
+    target = None if args.json is None else output.checked(Path(args.json), "--json")
     print(opening(asked), end="\n\n", flush=True)
     from lockstep.bench import comm  # Takes seconds, since torch comes with it.
 
@@ -255,21 +254,13 @@ def size_text(num_bytes: int) -> str:
     return str(num_bytes)
 
 
-def time_text(seconds: float) -> str:
-    """In the unit in which it has one to three digits before the point."""
-    for unit, letters in ((1, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.2f} {letters}"
-    return f"{seconds * 1e6:.1f} us"
-
-
 def _cells(row: "CommRow") -> tuple[str, ...]:
     sent, ratio = row.sent, row.ratio
     return (
         size_text(row.num_bytes),
         row.backend,
         row.algorithm,
-        time_text(row.seconds),
+        milliseconds(1e3 * row.seconds),
         "-" if sent is None else f"{sent.num_bytes}",
         "-" if sent is None else f"{sent.num_messages}",
         f"{row.bus_bandwidth:.3f}",

@@ -4,6 +4,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from lockstep.watching.number_format import counted, milliseconds, number, percent
+
 if TYPE_CHECKING:
     from lockstep.demo.examiner import Findings
     from lockstep.demo.gpt import Recipe
@@ -33,7 +35,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "demo",
         help="train something real on this machine, now",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "-n", "--workers", type=int, metavar="N", help="number of workers (default: one per GPU, or per core without)"
@@ -77,10 +78,9 @@ def opening(chosen: "Recipe", workers: int, num_bytes: int) -> str:
     from lockstep.demo import gpt
 
     params = gpt.num_params(chosen.shape) / 1e6
-    who = "1 worker" if workers == 1 else f"{workers} workers"
     return (
         f"Training a byte-level GPT of {params:.1f} million parameters on Python's standard library "
-        f"({num_bytes / 1e6:.1f} MB) with {who}:\n"
+        f"({num_bytes / 1e6:.1f} MB) with {counted(workers, 'worker')}:\n"
         f"{chosen.steps} steps, global batch {chosen.batch} x {chosen.shape.context} bytes, seed {chosen.seed}."
     )
 
@@ -92,8 +92,6 @@ def checked(findings: "Findings") -> list[str]:
 
 def measured(findings: "Findings") -> list[str]:
     """One statement per measurement."""
-    from lockstep.watching.number_format import milliseconds, number, percent
-
     found = findings.summary
     if not found.wall_ms:
         return ["Measured in this run: nothing, it had too few steps."]

@@ -3,11 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import terminal
+from lockstep.cli import output
+from lockstep.errors import UsageError
+from lockstep.watching.number_format import count, duration, milliseconds, number, percent, size
 
 if TYPE_CHECKING:
     from lockstep.plan.outcome import Plan
@@ -36,6 +38,11 @@ machines: WORKERSxDEVICE/PER_HOST@RATE (64xH100/8@400Gb: 64 workers, 8 a host, 4
 See docs/plan.md for the formulas, their errors, and where not to trust them.
 """
 
+_OPTIONS = (
+    "params", "layers", "hidden", "seq", "vocab", "batch", "micro_batch", "zero", "precision", "optimizer",
+    "checkpointing", "wire", "bucket_mb", "straggler", "units", "elastic", "price", "run", "base_batch", "base_lr",
+)  # fmt: skip
+"""Those that `lockstep.plan` takes by the same names."""
 _SHOWN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
@@ -46,7 +53,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="what fits, how fast it will be, how far it scales, what to choose, before it is run",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what is trained")
     what.add_argument("script", nargs="?", type=Path, help="a script of yours, after all options of this command")
@@ -97,11 +103,11 @@ def run(args: argparse.Namespace) -> int:
     made = _plan(args)
     print("\n".join(told(made, with_rows=args.table)))
     if args.json is not None:
-        _write(args.json, "--json", lambda path: path.write_text(json.dumps(made.to_json(), indent=1) + "\n"))
+        output.write(args.json, "--json", json.dumps(made.to_json(), indent=1) + "\n")
     if args.html is not None:
         from lockstep.plan.page import page
 
-        _write(args.html, "--html", lambda path: path.write_text(page(made), encoding="utf-8"))
+        output.write(args.html, "--html", page(made))
         print(f"page: {args.html}")
     return 0
 
@@ -112,7 +118,6 @@ def _plan(args: argparse.Namespace) -> "Plan":
     model: Any = args.model
     on: Any = args.on
     if args.measure:
-        from lockstep.errors import UsageError
         from lockstep.plan.measure import measured_machine
 
         if on is not None:
@@ -122,32 +127,9 @@ def _plan(args: argparse.Namespace) -> "Plan":
         from lockstep.plan.script import workload_of_script
 
         model = workload_of_script(args.script, args.script_args)
-    return plan(
-        model,
-        on=on,
-        params=args.params,
-        layers=args.layers,
-        hidden=args.hidden,
-        seq=args.seq,
-        vocab=args.vocab,
-        batch=args.batch,
-        micro_batch=args.micro_batch,
-        zero=args.zero,
-        precision=args.precision,
-        optimizer=args.optimizer,
-        checkpointing=args.checkpointing,
-        wire=args.wire,
-        bucket_mb=args.bucket_mb,
-        loader_s=args.loader_ms / 1e3,
-        straggler=args.straggler,
-        units=args.units,
-        mtbf_hours=args.mtbf,
-        elastic=args.elastic,
-        price=args.price,
-        run=args.run,
-        base_batch=args.base_batch,
-        base_lr=args.base_lr,
-    )
+    options = {name: getattr(args, name) for name in _OPTIONS}
+    loader_s, mtbf_hours = args.loader_ms / 1e3, args.mtbf
+    return plan(model, on=on, loader_s=loader_s, mtbf_hours=mtbf_hours, **options)
 
 
 # In words
@@ -155,8 +137,6 @@ def _plan(args: argparse.Namespace) -> "Plan":
 
 def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
     """The plan as lines for a terminal."""
-    from lockstep.watching.number_format import count, percent
-
     work, machine = made.workload, made.machine
     kept = "" if work.checkpointing == "none" else f", {work.checkpointing} checkpointing"
     lines = [
@@ -187,8 +167,6 @@ def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
 
 
 def _memory(made: "Plan") -> list[str]:
-    from lockstep.watching.number_format import size
-
     memory = made.memory
     parts = [f"{name} {size(amount)}" for name, amount in memory.components() if amount >= 0.005 * memory.total]
     fits = "fits" if memory.fits else "DOES NOT FIT"
@@ -216,8 +194,6 @@ def _memory(made: "Plan") -> list[str]:
 
 
 def _times(made: "Plan") -> list[str]:
-    from lockstep.watching.number_format import milliseconds, number, percent, size
-
     times, speed = made.speed.times, made.speed
     shares = [
         ("computing", times.compute_s),
@@ -235,8 +211,6 @@ def _times(made: "Plan") -> list[str]:
 
 
 def _scaling(made: "Plan") -> list[str]:
-    from lockstep.watching.number_format import milliseconds, number, percent
-
     weak = {each.workers: each for each in made.weak}
     strong = {each.workers: each for each in made.strong}
     unit = made.workload.unit
@@ -248,18 +222,16 @@ def _scaling(made: "Plan") -> list[str]:
 
     rows = []
     base = made.strong[0].units_per_s if made.strong else 1.0
-    for size in _SHOWN_SIZES:
-        row = cells(strong.get(size))
-        if size in strong:
-            row[1] = percent(strong[size].units_per_s / base / size)
-        rows.append([f"  {size:,}", *cells(weak.get(size)), *row])
+    for workers in _SHOWN_SIZES:
+        row = cells(strong.get(workers))
+        if workers in strong:
+            row[1] = percent(strong[workers].units_per_s / base / workers)
+        rows.append([f"  {workers:,}", *cells(weak.get(workers)), *row])
     header = ["  workers", "step, same work", "efficiency", f"{unit}/s", "step, same batch", "efficiency", f"{unit}/s"]
     return ["scaling", *terminal.table(header, rows, text=())]
 
 
 def _effort(made: "Plan") -> list[str]:
-    from lockstep.watching.number_format import duration, number, percent
-
     effort = made.effort
     if effort is None:
         return []
@@ -284,8 +256,6 @@ def _advice(made: "Plan") -> list[str]:
 
 
 def _errors(made: "Plan", *, with_rows: bool) -> list[str]:
-    from lockstep.watching.number_format import percent
-
     def line(errors: "Errors") -> str:
         return (
             f"  {errors.what}: median {percent(errors.median)}, worst {percent(errors.worst)} of {errors.count} runs; "
@@ -311,9 +281,7 @@ def _errors(made: "Plan", *, with_rows: bool) -> list[str]:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    from lockstep.errors import UsageError
     from lockstep.plan import published
-    from lockstep.watching.number_format import percent
 
     if args.predict is None:
         raise UsageError("--calibrate says from what, and nothing says what to predict: add --predict TABLE.csv.")
@@ -326,7 +294,7 @@ def _predict(args: argparse.Namespace) -> int:
     predictions = [calibration.predict(each) for each in runs]
     rows = [{"id": each.run.id, "predicted": each.value, "measured": each.run.measured} for each in predictions]
     if args.json is not None:
-        _write(args.json, "--json", lambda path: path.write_text(json.dumps({"rows": rows}, indent=1) + "\n"))
+        output.write(args.json, "--json", json.dumps({"rows": rows}, indent=1) + "\n")
     shown = []
     for each in predictions:
         error = "" if each.error is None else f"{100 * each.error:+.1f} %"
@@ -355,16 +323,5 @@ def _check(args: argparse.Namespace) -> int:
     found = check(args.check, on=args.on)
     print("\n".join(found.lines()))
     if args.json is not None:
-        _write(args.json, "--json", lambda path: path.write_text(json.dumps(found.to_json(), indent=1) + "\n"))
+        output.write(args.json, "--json", json.dumps(found.to_json(), indent=1) + "\n")
     return 0
-
-
-def _write(path: Path, option: str, write: Callable[[Path], object]) -> None:
-    from lockstep.errors import UsageError
-
-    try:
-        write(path)
-    except OSError as error:
-        raise UsageError(
-            f"'{path}' cannot be written ({error.strerror}): give {option} a file in a folder that exists and is yours."
-        ) from error

@@ -23,7 +23,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="more or fewer workers for an elastic run under way",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", help="the launcher's process id, or what `lockstep run --name` gave it")
     parser.add_argument("workers", metavar="N", type=int, help="how many workers there are to be")
