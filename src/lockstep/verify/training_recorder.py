@@ -201,12 +201,10 @@ class TrainingRecorder:
         if self._depth > 0:
             return
         step, self._step = self._step, RecordedStep()
-        seen = self._forwards.end_step()
-        step.forwards, step.drops, step.draws = seen.of_model(), seen.drops, seen.draws
+        unwrapped = self._forwards.end_step(step)
         if len(step.backwards) == 1:
             step.opening = {}
         step.weights = tensors.sketches_of(self._owned(optimizer))
-        unwrapped = seen.unwrapped_model()
         if unwrapped is not None:
             named = unwrapped.named_buffers()
             step.buffers |= {tensors.unprefixed(name): tensors.sketch_of(each) for name, each in named}

@@ -171,31 +171,30 @@ class Tracked:
 
 
 class TensorBoard:
-    """Writes steps to `folder`; without tensorboard it says so once, and does nothing."""
+    """Numbers as charts, verdicts as text, in `folder`: a `Tracker`."""
 
     def __init__(self, folder: str | PathLike[str]) -> None:
+        self._folder = str(folder)
         self._writer: Any = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            warnings.warn(
-                "tensorboard is not installed, so the run's numbers do not go there: pip install tensorboard. "
-                "`lockstep report` shows them too.",
-                stacklevel=2,
-            )
-        else:
-            self._writer = SummaryWriter(str(folder))
 
-    def show(self, line: StepLine) -> None:
+    def open(self) -> None:
+        """Begin to write; without tensorboard, raises ImportError."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(self._folder)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of a step."""
-        if self._writer is not None:
-            for name, value in scalars(line):
-                self._writer.add_scalar(name, value, global_step=line["step"], walltime=line.get("time"))
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def tell(self, step: int, verdict: str) -> None:
+        """Write a verdict."""
+        self._writer.add_text("verdict", verdict or "nobody holds the others up", global_step=step)
 
     def close(self) -> None:
         """Write what is left."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 def scalars(line: StepLine) -> Iterator[tuple[str, float]]:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -221,7 +222,16 @@ def _open_writer(folder: Path, model: DataParallel, began_ns: int) -> RunWriter 
 def _views(progress: bool, tensorboard: str | PathLike[str] | None) -> list[View]:
     rewrite_s = CELL_S if environment.is_in_cell(os.environ) else REWRITE_S
     views: list[View] = [StatusLine(sys.stderr, rewrite_s=rewrite_s)] if progress else []
-    return views if tensorboard is None else [*views, TensorBoard(tensorboard)]
+    if tensorboard is not None:
+        try:
+            views.append(Tracked(TensorBoard(tensorboard)))
+        except ImportError:
+            warnings.warn(
+                "tensorboard is not installed, so the run's numbers do not go there: pip install tensorboard. "
+                "`lockstep report` shows them too.",
+                stacklevel=3,
+            )
+    return views
 
 
 def _folder_of(folder: Path, world: World) -> Path:
