@@ -13,8 +13,6 @@ from lockstep.watching.number_format import count, duration, milliseconds, numbe
 
 if TYPE_CHECKING:
     from lockstep.plan.outcome import Plan
-    from lockstep.plan.published import Errors
-    from lockstep.plan.timing import Speed
 
 _DESCRIPTION = """\
 Predict, before it is run, what a training needs and how fast it is: memory by component, the time of a step and what of
@@ -43,7 +41,6 @@ _OPTIONS = (
     "checkpointing", "wire", "bucket_mb", "straggler", "units", "elastic", "price", "run", "base_batch", "base_lr",
 )  # fmt: skip
 """Those that `lockstep.plan` takes by the same names."""
-_SHOWN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -137,6 +134,8 @@ def _plan(args: argparse.Namespace) -> "Plan":
 
 def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
     """The plan as lines for a terminal."""
+    from lockstep.plan.page import errors, scaling
+
     work, machine = made.workload, made.machine
     kept = "" if work.checkpointing == "none" else f", {work.checkpointing} checkpointing"
     lines = [
@@ -151,12 +150,15 @@ def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
         "",
         *_times(made),
         "",
-        *_scaling(made),
+        "scaling",
+        *terminal.table(*_headed(scaling(made)), text=()),
         *_effort(made),
         "",
         *_advice(made),
         "",
-        *_errors(made, with_rows=with_rows),
+        "how far such predictions were off, on published runs",
+        *terminal.table(*_headed(errors(made))),
+        *(_errors(made) if with_rows else []),
     ]
     if made.remarks:
         lines += ["", "assumed:", *(f"  {remark}" for remark in made.remarks)]
@@ -166,29 +168,27 @@ def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
     return lines
 
 
+def _headed(rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    return rows[0], rows[1:]
+
+
 def _memory(made: "Plan") -> list[str]:
     memory = made.memory
     parts = [f"{name} {size(amount)}" for name, amount in memory.components() if amount >= 0.005 * memory.total]
     fits = "fits" if memory.fits else "DOES NOT FIT"
     lines = [f"memory of a worker: {size(memory.total)} of {size(memory.capacity)}, {fits}", f"  {', '.join(parts)}"]
-    rows = []
-    seen = set()
-    for way in sorted(made.ways, key=lambda way: (way.workload.zero, way.workload.checkpointing != "none")):
-        key = (way.workload.zero, way.workload.checkpointing)
-        if key in seen:
-            continue
-        seen.add(key)
-        rows.append(
-            [
-                f"  zero={way.workload.zero}",
-                way.workload.checkpointing,
-                f"{way.workload.micro_batch}",
-                size(way.memory.states),
-                size(way.memory.total),
-                "fits" if way.memory.fits else "no",
-                f"{way.speed.units_per_s:,.0f}",
-            ]
-        )
+    rows = [
+        [
+            f"  zero={way.workload.zero}",
+            way.workload.checkpointing,
+            f"{way.workload.micro_batch}",
+            size(way.memory.states),
+            size(way.memory.total),
+            "fits" if way.memory.fits else "no",
+            f"{way.speed.units_per_s:,.0f}",
+        ]
+        for way in made.shown_ways
+    ]
     header = ["  split", "checkpointing", "micro-batch", "states", "peak", "", f"{made.workload.unit}/s"]
     return [*lines, *terminal.table(header, rows, text=(0, 1, 5))]
 
@@ -208,27 +208,6 @@ def _times(made: "Plan") -> list[str]:
         f"  {number(speed.units_per_s)} {made.workload.unit}/s, {number(speed.units_per_s_per_worker)} a worker; "
         f"efficiency {percent(speed.efficiency)}, MFU {percent(speed.mfu)}; each worker sends {size(times.sent_bytes)}",
     ]
-
-
-def _scaling(made: "Plan") -> list[str]:
-    weak = {each.workers: each for each in made.weak}
-    strong = {each.workers: each for each in made.strong}
-    unit = made.workload.unit
-
-    def cells(speed: "Speed | None") -> list[str]:
-        if speed is None:
-            return ["-"] * 3
-        return [milliseconds(1e3 * speed.times.step_s), percent(speed.efficiency), number(speed.units_per_s)]
-
-    rows = []
-    base = made.strong[0].units_per_s if made.strong else 1.0
-    for workers in _SHOWN_SIZES:
-        row = cells(strong.get(workers))
-        if workers in strong:
-            row[1] = percent(strong[workers].units_per_s / base / workers)
-        rows.append([f"  {workers:,}", *cells(weak.get(workers)), *row])
-    header = ["  workers", "step, same work", "efficiency", f"{unit}/s", "step, same batch", "efficiency", f"{unit}/s"]
-    return ["scaling", *terminal.table(header, rows, text=())]
 
 
 def _effort(made: "Plan") -> list[str]:
@@ -255,26 +234,17 @@ def _advice(made: "Plan") -> list[str]:
     return lines
 
 
-def _errors(made: "Plan", *, with_rows: bool) -> list[str]:
-    def line(errors: "Errors") -> str:
-        return (
-            f"  {errors.what}: median {percent(errors.median)}, worst {percent(errors.worst)} of {errors.count} runs; "
-            f"constant efficiency: {percent(errors.baseline)}"
-        )
-
-    lines = ["how far such predictions were off, on published runs", line(made.multi_host), line(made.left_out)]
-    lines += [f"      {percent(error)} {source}" for source, error in made.left_out.series.items()]
-    if with_rows:
-        rows = [
-            [
-                f"  {name}",
-                f"{100 * made.multi_host.rows[name]:+.1f} %" if name in made.multi_host.rows else "",
-                f"{100 * off:+.1f} %",
-            ]
-            for name, off in made.left_out.rows.items()
+def _errors(made: "Plan") -> list[str]:
+    """The error of every published row."""
+    rows = [
+        [
+            f"  {name}",
+            f"{100 * made.multi_host.rows[name]:+.1f} %" if name in made.multi_host.rows else "",
+            f"{100 * off:+.1f} %",
         ]
-        lines += terminal.table(["  row", "from one host", "series left out"], rows)
-    return lines
+        for name, off in made.left_out.rows.items()
+    ]
+    return terminal.table(["  row", "from one host", "series left out"], rows)
 
 
 # Against tables and runs
