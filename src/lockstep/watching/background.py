@@ -24,6 +24,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -198,23 +199,21 @@ class Background:
             return
         try:
             self._tell(is_last=False)
-            give_up = time.monotonic() + _CATCH_UP_S
-            while self._known.num_complete < self._newest and not self._is_over.is_set():
-                if time.monotonic() >= give_up:
-                    break
-                time.sleep(0.02)
-                self._learn()
+            self._learn_until(lambda: self._known.num_complete >= self._newest or self._is_over.is_set(), _CATCH_UP_S)
         finally:
             self._caught_up_at = time.monotonic()
             request.set()
 
     def _say_goodbye(self) -> None:
         """Worker 0 settles what is left, whoever has not told of it, when all have said their last or time is up."""
-        give_up = time.monotonic() + (_GRACE_S if self._waits_at_end else 0.0)
-        while not (self._collector.all_have_ended if self._collector is not None else self._known.is_last):
-            if time.monotonic() >= give_up:
-                break
+        collector = self._collector
+        have_ended = (lambda: self._known.is_last) if collector is None else (lambda: collector.all_have_ended)
+        self._learn_until(have_ended, _GRACE_S if self._waits_at_end else 0.0)
+        if collector is not None:
+            self._learn(at_end=True)
+
+    def _learn_until(self, is_known: Callable[[], bool], within_s: float) -> None:
+        give_up = time.monotonic() + within_s
+        while not is_known() and time.monotonic() < give_up:
             time.sleep(0.02)
             self._learn()
-        if self._collector is not None:
-            self._learn(at_end=True)

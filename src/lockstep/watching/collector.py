@@ -199,7 +199,7 @@ class Collector:
         first = step.workers[0]
         noted = {
             "time": (first.begin + first.record.wall + self._network.calendar_ns) / 1e9,
-            "noise_scale": self._noise.value,
+            "noise_scale": None if self._noise.value is None else float(f"{self._noise.value:.6g}"),
             **{name: _mean(name, notes, samples) for name in ("loss", "grad_norm", "lr")},
         }
         line = step_line(step, speed, late, noted, self._stragglers.text, self._began)
