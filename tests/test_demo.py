@@ -20,7 +20,6 @@ from lockstep.demo.examiner import (
     digest,
     largest_difference,
 )
-from lockstep.demo.gpt import Recipe
 from lockstep.demo.train_gpt import Windows, corpus_folder, read_corpus
 from lockstep.errors import UsageError
 from lockstep.watching.collector import Summary
@@ -111,10 +110,11 @@ def test_the_learning_rate_goes_up_and_down(steps):
     assert rates[top:] == sorted(rates[top:], reverse=True)
 
 
-@pytest.mark.parametrize(("steps", "batch", "part"), [(0, 8, "0 steps"), (8, 0, "0 samples"), (-1, 8, "-1 steps")])
-def test_recipes_that_cannot_be_right(steps, batch, part):
-    with pytest.raises(UsageError, match=part):
-        Recipe("tiny", steps, batch, seed=0)
+@pytest.mark.parametrize("words", [["--steps", "0"], ["--batch", "0"], ["--steps", "-1"]])
+def test_recipes_that_cannot_be_right(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", *words])
+    assert "is too few: give 1 or more" in capsys.readouterr().err
 
 
 # Measuring

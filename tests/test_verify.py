@@ -520,9 +520,9 @@ def test_the_verdict_in_words():
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["script.py", "-n", "1"], "there is no 'script.py'"),
-        (["-n", "1", __file__], "1 workers: one is compared with several"),
-        (["-n", "2", "--steps", "0", __file__], "0 steps cannot be compared"),
+        (["-n", "2", "script.py"], "there is no 'script.py'"),
+        (["-n", "1", __file__], "1 is too few: give 2 or more"),
+        (["-n", "2", "--steps", "0", __file__], "--steps: 0 is too few"),
         (["-n", "2", "--threads", "0", __file__], "0 threads per worker"),
         ([], "SCRIPT"),
     ],

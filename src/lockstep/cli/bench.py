@@ -3,12 +3,11 @@
 import argparse
 import sys
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import terminal
 from lockstep.bench import catalogue, request
-from lockstep.cli import output
+from lockstep.cli.arguments import at_least, writable
 from lockstep.watching.number_format import milliseconds
 
 if TYPE_CHECKING:
@@ -80,27 +79,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
     _add_contest(
-        benchmarks.add_parser(
-            "step",
-            help="a step of Lockstep against torch DDP, FSDP2, DeepSpeed and others, on CPU workers",
-            description=_STEP_DESCRIPTION + _listed(on_gpu=False),
-            epilog=_STEP_EXAMPLES,
-        ),
-        "number of workers (default: 2)",
-        "gpt-10m",
-        30,
-    )
+        benchmarks, "step", "a step of Lockstep against torch DDP, FSDP2, DeepSpeed and others, on CPU workers",
+        _STEP_DESCRIPTION, _STEP_EXAMPLES, "2", "gpt-10m", 30,
+    )  # fmt: skip
     _add_contest(
-        benchmarks.add_parser(
-            "gpu",
-            help="the same on CUDA, with one or several workers on a GPU",
-            description=_GPU_DESCRIPTION + _listed(on_gpu=True),
-            epilog=_GPU_EXAMPLES,
-        ),
-        "number of workers; they may share a GPU (default: one per GPU)",
-        "gpt2-124m",
-        40,
-    )
+        benchmarks, "gpu", "the same on CUDA, with one or several workers on a GPU",
+        _GPU_DESCRIPTION, _GPU_EXAMPLES, "one per GPU", "gpt2-124m", 40,
+    )  # fmt: skip
     _add_comm(benchmarks)
 
 
@@ -113,7 +98,7 @@ def _add_comm(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "-n",
         "--workers",
-        type=int,
+        type=at_least(2),
         metavar="N",
         help="number of workers, 2 or more (default: one per core, at least 2)",
     )
@@ -125,10 +110,12 @@ def _add_comm(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="bytes of the tensors, with K, M or G (default: 1K 64K 1M 16M)",
     )
     parser.add_argument(
-        "--backends", nargs="+", metavar="B", help="shm, gloo or both (default: gloo, and shm where it works)"
+        "--backends", nargs="+", choices=request.BACKENDS, help="(default: gloo, and shm where it works)"
     )
-    parser.add_argument("--rounds", type=int, default=20, metavar="K", help="rounds to time (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results there too, as JSON")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=20, metavar="K", help="rounds to time (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the results there too, as JSON")
 
 
 def _listed(*, on_gpu: bool) -> str:
@@ -145,33 +132,32 @@ def _listed(*, on_gpu: bool) -> str:
     return "\n".join([*lines, *(f"  {line}" for line in usual)]) + "\n"
 
 
-def _add_contest(parser: argparse.ArgumentParser, workers: str, workload: str, steps: int) -> None:
-    parser.add_argument("-n", "--workers", type=int, metavar="N", help=workers)
-    parser.add_argument(
-        "--workload",
-        nargs="+",
-        default=[workload],
-        metavar="NAME",
-        help=f"what to train, one after the other (default: {workload})",
-    )
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="who takes part (default: see above)")
-    parser.add_argument(
-        "--steps", type=int, default=steps, metavar="K", help="timed steps of each variant (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=3, metavar="K", help="steps before those, not timed (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--crews",
-        type=int,
-        default=1,
-        metavar="K",
-        help="start all workers anew K times, each for so many steps: how fast a process is differs by a few percent "
-        "(default: %(default)s)",
-    )
-    parser.add_argument("--batch", type=int, metavar="B", help="samples per worker and step (default: the workload's)")
-    parser.add_argument("--json", metavar="FILE", help="write everything there too: all times, the machine, versions")
-    parser.add_argument("--plot", metavar="FILE", help="draw the ratios there, as SVG")
+def _add_contest(
+    benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    text: str,
+    description: str,
+    examples: str,
+    workers: str,
+    workload: str,
+    steps: int,
+) -> None:
+    """One of the two contests; `workers`, `workload` and `steps` are what they do if nothing else is said."""
+    on_gpu = name == "gpu"
+    description += _listed(on_gpu=on_gpu)
+    parser = benchmarks.add_parser(name, help=text, description=description, epilog=examples)
+    known = catalogue.workloads(on_gpu=on_gpu)
+
+    add, count = parser.add_argument, at_least(1)
+    add("-n", "--workers", type=count, metavar="N", help=f"of them; on GPUs they may share one (default: {workers})")
+    add("--workload", nargs="+", default=[workload], choices=known, metavar="NAME", help=f"(default: {workload})")
+    add("--variants", nargs="+", metavar="NAME", help="who takes part (default: see above)")
+    add("--steps", type=count, default=steps, metavar="K", help=f"timed steps of each variant (default: {steps})")
+    add("--warmup", type=at_least(0), default=3, metavar="K", help="steps before those, not timed (default: 3)")
+    add("--crews", type=count, default=1, metavar="K", help="start all workers anew K times, each for so many steps")
+    add("--batch", type=count, metavar="B", help="samples per worker and step (default: the workload's)")
+    add("--json", type=writable, metavar="FILE", help="write everything there too: all times, the machine, versions")
+    add("--plot", type=writable, metavar="FILE", help="draw the ratios there, as SVG")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -184,8 +170,6 @@ def _run_step(args: argparse.Namespace) -> int:
     asked = request.checked_contests(
         device, args.workers, args.workload, args.variants, args.steps, args.warmup, args.batch, args.crews
     )
-    files = {option: getattr(args, option) for option in ("json", "plot")}
-    targets = {option: output.checked(Path(path), f"--{option}") for option, path in files.items() if path is not None}
     from lockstep.bench import plot, results, step  # Takes seconds, since torch comes with it.
 
     line = terminal.ProgressLine(sys.stderr)
@@ -202,22 +186,21 @@ def _run_step(args: argparse.Namespace) -> int:
             line.erase()
         print("\n".join(["", *results.lines(found[-1]), ""]), flush=True)
         # After each: what was measured is kept if a later one is interrupted.
-        if "json" in targets:
-            targets["json"].write_text(results.as_json(found))
-        if "plot" in targets:
-            targets["plot"].write_text(plot.svg(found))
+        if args.json is not None:
+            args.json.write_text(results.as_json(found))
+        if args.plot is not None:
+            args.plot.write_text(plot.svg(found))
     return 0 if all(each.rows for each in found) else 1
 
 
 def _run_comm(args: argparse.Namespace) -> int:
     asked = request.checked_comm(args.workers, args.sizes, args.backends, args.rounds)
-    target = None if args.json is None else output.checked(Path(args.json), "--json")
     print(opening(asked), end="\n\n", flush=True)
     from lockstep.bench import comm  # Takes seconds, since torch comes with it.
 
     results = comm.run(asked)
-    if target is not None:
-        target.write_text(results.as_json())
+    if args.json is not None:
+        args.json.write_text(results.as_json())
     print("\n".join([*table(results.rows), "", *closing(results)]))
     return 0
 

@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from lockstep.cli.arguments import at_least
 from lockstep.watching.number_format import counted, milliseconds, number, percent
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "-n", "--workers", type=int, metavar="N", help="number of workers (default: one per GPU, or per core without)"
     )
-    parser.add_argument("--steps", type=int, default=300, metavar="K", help="updates to make (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=300, metavar="K", help="updates (default: %(default)s)")
     parser.add_argument(
         "--model",
         choices=("tiny", "small", "medium", "large"),
@@ -47,7 +48,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="0.1, 3, 11 or 86 million parameters (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch", type=int, metavar="B", help="samples in the global batch (default: 8 for each worker)"
+        "--batch",
+        type=at_least(1),
+        metavar="B",
+        help="samples in the global batch (default: 8 for each worker)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
 
@@ -59,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from lockstep.start import host
 
     workers = host.num_workers(args.workers)
-    batch = gpt.default_batch(workers) if args.batch is None else args.batch
+    batch = 8 * workers if args.batch is None else args.batch  # About as long a step on any number of workers.
     chosen = gpt.Recipe(args.model, args.steps, batch, args.seed)
     num_bytes = len(train_gpt.read_corpus(train_gpt.corpus_folder()))
     print(opening(chosen, workers, num_bytes), end="\n\n", flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import terminal
-from lockstep.cli import output
+from lockstep.cli.arguments import write
 from lockstep.errors import UsageError
 from lockstep.watching.number_format import count, duration, milliseconds, number, percent, size
 
@@ -100,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
     made = _plan(args)
     print("\n".join(told(made, with_rows=args.table)))
     if args.json is not None:
-        output.write(args.json, "--json", json.dumps(made.to_json(), indent=1) + "\n")
+        write(args.json, "--json", json.dumps(made.to_json(), indent=1) + "\n")
     if args.html is not None:
         from lockstep.plan.page import page
 
-        output.write(args.html, "--html", page(made))
+        write(args.html, "--html", page(made))
         print(f"page: {args.html}")
     return 0
 
@@ -264,7 +264,7 @@ def _predict(args: argparse.Namespace) -> int:
     predictions = [calibration.predict(each) for each in runs]
     rows = [{"id": each.run.id, "predicted": each.value, "measured": each.run.measured} for each in predictions]
     if args.json is not None:
-        output.write(args.json, "--json", json.dumps({"rows": rows}, indent=1) + "\n")
+        write(args.json, "--json", json.dumps({"rows": rows}, indent=1) + "\n")
     shown = []
     for each in predictions:
         error = "" if each.error is None else f"{100 * each.error:+.1f} %"
@@ -293,5 +293,5 @@ def _check(args: argparse.Namespace) -> int:
     found = check(args.check, on=args.on)
     print("\n".join(found.lines()))
     if args.json is not None:
-        output.write(args.json, "--json", json.dumps(found.to_json(), indent=1) + "\n")
+        write(args.json, "--json", json.dumps(found.to_json(), indent=1) + "\n")
     return 0

@@ -5,7 +5,7 @@ import tempfile
 import webbrowser
 from pathlib import Path
 
-from lockstep.cli import output
+from lockstep.cli.arguments import write
 
 _DESCRIPTION = """\
 Open a page that trains a small network by 1 to 16 workers, in the browser: batches, gradients and bytes as they travel,
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     # A folder that only this user can write to: nobody else can put another page there before the browser reads it.
     target = args.out or Path(tempfile.mkdtemp(prefix="lockstep-play-")) / "play.html"
-    output.write(target, "--out", page())
+    write(target, "--out", page())
     address = target.resolve().as_uri()
     if not args.no_browser and not webbrowser.open(address):
         print("No browser could be started.")

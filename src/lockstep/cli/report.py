@@ -7,7 +7,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli import output
+from lockstep.cli.arguments import write
 from lockstep.errors import UsageError
 from lockstep.watching.number_format import counted, number, percent
 
@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     folder = RunFolder(args.folder)
     found = read_report(folder)
     target = args.output or args.folder / "report.html"
-    output.write(target, "--output", page(found))
+    write(target, "--output", page(found))
     detail = args.trace or args.folder / "trace.json"
-    output.write(detail, "--trace", lambda path: write_trace(path, folder, found))
+    write(detail, "--trace", lambda path: write_trace(path, folder, found))
     print("\n".join([*summary(found), f"page:  {target}", f"trace: {detail} (open it in https://ui.perfetto.dev)"]))
     if args.open:
         webbrowser.open(target.resolve().as_uri())

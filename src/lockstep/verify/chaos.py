@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.start import command
 from lockstep.start.elastic import DEFAULT_RESTARTS, Elastic
 from lockstep.verify.session import VerifiedScript
 
@@ -79,9 +80,7 @@ class ChaosVerdict:
 
 def verify(script: VerifiedScript, kills: int, seed: int, announce: Callable[[str], None]) -> ChaosVerdict:
     """Run, kill, compare. Raises WorkerFailed if the script fails, UsageError if it makes no steps of a Trainer."""
-    script.check()
-    if kills < 1:
-        raise UsageError(f"--kills {kills}: give 1 or more.")
+    command.python_command(script.path, script.args, as_module=script.as_module)  # Refuses one that is not there.
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as folder:
         announce(f"running on {script.workers} workers, undisturbed")
         quiet = _run(script, Path(folder, "undisturbed"), [])

@@ -71,14 +71,6 @@ class VerifiedScript:
     """Compute threads of each worker, in all runs: their number changes the bits of sums."""
     shows_output: bool = False
 
-    def check(self) -> None:
-        """Raise LaunchError or UsageError if it cannot be run."""
-        command.python_command(self.path, self.args, as_module=self.as_module)
-        if self.workers < 2:
-            raise UsageError(
-                f"{self.workers} workers: one is compared with several, and somebody has to outlive a kill, so give 2."
-            )
-
     def run(self, size: int, folder: Path, steps: int, args: Sequence[str], *options: str, **how: Any) -> None:
         """Run it on `size` workers, with a recorder beside each that writes into `folder`: see worker.py.
 
@@ -112,9 +104,7 @@ def verify(script: VerifiedScript, steps: int, announce: Callable[[str], None]) 
     Raises LaunchError or UsageError if the request cannot be right, WorkerFailed if the script fails, UsageError if it
     makes no step, Interrupted at a signal.
     """
-    script.check()
-    if steps < 1:
-        raise UsageError(f"{steps} steps cannot be compared: give 1 or more.")
+    command.python_command(script.path, script.args, as_module=script.as_module)  # Refuses one that is not there.
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         runs = _Runs(script, steps, Path(folder), announce)
         verdict = runs.judged()
