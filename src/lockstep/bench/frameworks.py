@@ -23,12 +23,7 @@ def make(setting: VariantSetting) -> Variant:
     """The peer of the setting's kind. Called on every worker."""
     if setting.kind.startswith("deepspeed"):
         return _deepspeed(setting)
-    makers = {
-        "fsdp2": _fsdp2,
-        "zero-redundancy": _zero_redundancy,
-        "accelerate": _accelerate,
-        "fabric": _fabric,
-    }
+    makers = {"fsdp2": _fsdp2, "zero-redundancy": _zero_redundancy, "accelerate": _accelerate, "fabric": _fabric}
     return makers.get(setting.kind, _ddp)(setting)
 
 

@@ -91,9 +91,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _add_comm(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = benchmarks.add_parser(
-        "comm",
-        help="naive and ring all-reduce against the backend's own",
-        description=_COMM_DESCRIPTION,
+        "comm", help="naive and ring all-reduce against the backend's own", description=_COMM_DESCRIPTION
     )
     parser.add_argument(
         "-n",

@@ -32,11 +32,7 @@ and start it with:  lockstep run -n {workers} train.py"""
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Describe the command."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="train something real on this machine, now",
-        description=_DESCRIPTION,
-    )
+    parser = subparsers.add_parser("demo", help="train something real on this machine, now", description=_DESCRIPTION)
     parser.add_argument(
         "-n", "--workers", type=int, metavar="N", help="number of workers (default: one per GPU, or per core without)"
     )
@@ -48,10 +44,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="0.1, 3, 11 or 86 million parameters (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch",
-        type=at_least(1),
-        metavar="B",
-        help="samples in the global batch (default: 8 for each worker)",
+        "--batch", type=at_least(1), metavar="B", help="samples in the global batch (default: 8 for each worker)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
 

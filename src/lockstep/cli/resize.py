@@ -21,10 +21,7 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Describe the command."""
     parser = subparsers.add_parser(
-        "resize",
-        help="more or fewer workers for an elastic run under way",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        "resize", help="more or fewer workers for an elastic run under way", description=_DESCRIPTION, epilog=_EPILOG
     )
     parser.add_argument("run", metavar="RUN", help="the launcher's process id, or what `lockstep run --name` gave it")
     parser.add_argument("workers", metavar="N", type=at_least(1), help="how many workers there are to be")

@@ -66,11 +66,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="number of workers to compare with one (default: one per GPU, or per core without; at least 2)",
     )
     parser.add_argument(
-        "--steps",
-        type=at_least(1),
-        default=10,
-        metavar="K",
-        help="optimizer steps to compare (default: %(default)s)",
+        "--steps", type=at_least(1), default=10, metavar="K", help="optimizer steps to compare (default: %(default)s)"
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument(
@@ -80,10 +76,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     chaos = parser.add_argument_group("training under kills")
     chaos.add_argument("--chaos", action="store_true", help="undisturbed, and while workers are killed: the same bits?")
     chaos.add_argument(
-        "--kills",
-        type=at_least(1),
-        metavar="K",
-        help="kills, one after the other has been replaced (default: 10)",
+        "--kills", type=at_least(1), metavar="K", help="kills, one after the other has been replaced (default: 10)"
     )
     chaos.add_argument("--seed", type=int, metavar="S", help="draws when and whom (default: 0)")
     parser.add_argument("script", metavar="SCRIPT", help="a Python script, or a module with -m")

@@ -28,15 +28,7 @@ from typing import IO, Any
 
 from lockstep.comm.peers import Peer
 from lockstep.replica.data_parallel import DataParallel
-from lockstep.watching.hang_report import (
-    STANDS,
-    Account,
-    HangVerdict,
-    Waited,
-    awaited,
-    judge,
-    make_report,
-)
+from lockstep.watching.hang_report import STANDS, Account, HangVerdict, Waited, awaited, judge, make_report
 from lockstep.watching.hang_state import THREAD_NAME, Look, WorkerState, all_stacks
 from lockstep.watching.heartbeats import Heartbeats
 from lockstep.world import World
