@@ -59,6 +59,9 @@ class Estimate:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
 
 def measure(world: lockstep.World, actions: Mapping[str, Action], *, rounds: int, warmup: int) -> Measured:
     """Time `actions` over `rounds` rounds, after `warmup` rounds that do not count. The same on all workers."""

@@ -116,7 +116,10 @@ class ResidualBlock(nn.Module):
         self.first_norm = nn.BatchNorm2d(width)
         self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.second_norm = nn.BatchNorm2d(width)
-        self.short = nn.Identity() if stride == 1 and channels == width else _projection(channels, width, stride)
+        self.short: nn.Module = nn.Identity()
+        if stride > 1 or channels != width:
+            projection = nn.Conv2d(channels, width, 1, stride, bias=False)
+            self.short = nn.Sequential(projection, nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
         """A picture of `width` channels."""
@@ -153,10 +156,6 @@ class ResNet(nn.Module):
     def units(self) -> Sequence[nn.Module]:
         """What is gathered together where parameters are split: a block."""
         return list(self.blocks)
-
-
-def _projection(channels: int, width: int, stride: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
 
 class Recommender(nn.Module):

@@ -91,7 +91,7 @@ def _bar(row: VariantRow, base: str, y: int, top: float) -> Iterator[str]:
         low, high = _place(ratio.low, top), _place(min(ratio.high, top), top)
         ends = f"M{low:.1f} {middle - 4}v8M{high:.1f} {middle - 4}v8"
         yield f'<path class="span" d="M{low:.1f} {middle}H{high:.1f}{ends}"/>'
-    text = "1" if row.variant == base else f"{ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
+    text = "1" if row.variant == base else str(ratio)
     yield f'<text x="{WIDTH - RIGHT + 8}" y="{middle + 4.5}">{text}</text>'
 
 

@@ -143,12 +143,10 @@ def _table(results: ContestResults) -> list[str]:
 
 def _cells(row: VariantRow, bases: Sequence[str]) -> list[str]:
     spread = f"{1e3 * row.low:.1f} - {1e3 * row.high:.1f}"
-    ratios = ["1" if base == row.variant else _cell(row.ratios.get(base)) for base in bases]
+    found = [row.ratios.get(base) for base in bases]
+    ratios = [str(each) if each else "-" for each in found]
+    ratios = ["1" if base == row.variant else ratio for base, ratio in zip(bases, ratios, strict=True)]
     return [row.variant, f"{1e3 * row.median:.1f}", spread, *ratios, f"{row.entry.peak_bytes / 1e6:.0f}"]
-
-
-def _cell(estimate: Estimate | None) -> str:
-    return f"{estimate.median:.3f} ({estimate.low:.3f}-{estimate.high:.3f})" if estimate else "-"
 
 
 def _closing(results: ContestResults) -> Iterator[str]:

@@ -131,7 +131,7 @@ def closing_of_chaos(verdict: "ChaosVerdict", asked: int) -> list[str]:
         *_wrapped(f"  {len(differing)} of {counted(len(quiet.final), 'tensor')} differ at the end: {some(differing)}."),
         *_wrapped(f"  {_first_difference(quiet, storm)}"),
     ]
-    if verdict.is_repeatable:
+    if verdict.again is None or verdict.again.final == quiet.final:
         said += ["  Undisturbed, the script came to the same bits twice: so the kills made the difference."]
     else:
         said += _wrapped(

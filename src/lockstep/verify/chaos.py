@@ -72,11 +72,6 @@ class ChaosVerdict:
         """Whether all tensors have the same bits at the end."""
         return self.quiet.final == self.storm.final
 
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether the script comes to the same bits twice, as far as that is known."""
-        return self.again is None or self.again.final == self.quiet.final
-
 
 def verify(script: VerifiedScript, kills: int, seed: int, announce: Callable[[str], None]) -> ChaosVerdict:
     """Run, kill, compare. Raises WorkerFailed if the script fails, UsageError if it makes no steps of a Trainer."""

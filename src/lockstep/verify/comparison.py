@@ -125,11 +125,6 @@ class Comparison:
         """The largest difference of all."""
         return max(self.differences, key=lambda each: each.relative, default=None)
 
-    @property
-    def is_bit_identical(self) -> bool:
-        """Whether all of them are equal to the bit."""
-        return all(each.same_bits for each in self.differences)
-
     def _compared(self) -> Iterator[TensorDifference]:
         initial = [record.initial for record in self.many.records]
         yield from self._measured(0, "initial weight", self.one.records[0].initial, initial)

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep import weight as weights
 from lockstep import world as worlds
 from lockstep.data import tree
+from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.verify import switched_off, tensors
 from lockstep.verify.worker_record import Forward, RecordedStep, WorkerRecord
@@ -148,11 +149,16 @@ class ForwardRecorder:
             self._record.see_epsilon(2.0**-11)
 
     def _see_batch_norms(self, model: DataParallel) -> None:
-        known = self._record.batch_norms
         if self._record.is_sharded:
             return  # They use the statistics of each shard, on any number of workers.
-        self._record.is_coupled |= tensors.has_synced_batch_norm(model)
-        known.extend(name for name in tensors.batch_norms(model) if name not in known)
+        known = self._record.batch_norms
+        for name, module in model.module.named_modules():
+            if not module.training:
+                continue
+            if isinstance(module, SyncBatchNorm | nn.SyncBatchNorm):
+                self._record.is_coupled = True
+            elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+                known += {name or type(module).__name__} - set(known)
 
 
 def _random_states(device: torch.device) -> tuple[str, str]:

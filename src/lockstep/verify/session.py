@@ -172,7 +172,8 @@ def judge(comparison: Comparison) -> TrainingVerdict:
         found.append(length)
     if comparison.first is not None or found:
         return TrainingVerdict(VerdictKind.DIFFERENT, comparison, tuple(found))
-    return TrainingVerdict(VerdictKind.BIT_IDENTICAL if comparison.is_bit_identical else VerdictKind.EQUAL, comparison)
+    is_identical = all(each.same_bits for each in comparison.differences)
+    return TrainingVerdict(VerdictKind.BIT_IDENTICAL if is_identical else VerdictKind.EQUAL, comparison)
 
 
 def with_batch_norm_synced(verdict: TrainingVerdict, synced: Comparison) -> TrainingVerdict:

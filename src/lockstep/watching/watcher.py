@@ -120,7 +120,8 @@ class Watcher:
         self._background.start()
         if self._hangs is not None:
             self._hangs.start()
-        world.on_leave.append(self._close_with_world)
+        # Others may have failed and not come here: worker 0 alone waits, briefly, for what they have to say.
+        world.on_leave.append(lambda: self._close(waits=world.is_main and not world.peers.has_lost()))
 
     # What the user calls
 
@@ -179,10 +180,6 @@ class Watcher:
         if self._flops is not None:
             samples = next((event.num_samples for event, _ in step.heard if event.num_samples), 0.0)
             self._speed.flops_per_sample, self._flops = self._flops.per_sample(samples), None
-
-    def _close_with_world(self) -> None:
-        # Others may have failed and not come here: worker 0 alone waits, briefly, for what they have to say.
-        self._close(waits=self._world.is_main and not self._world.peers.has_lost())
 
     def _close(self, *, waits: bool) -> None:
         if self.has_ended:
