@@ -9,7 +9,6 @@ If the two end differently, the undisturbed run is made once more: a script may 
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -223,22 +222,14 @@ class Recorder:
 
 
 def hashes_of(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """A short hash of each tensor's bytes, its shape and its dtype."""
-    import torch
+    """What stands for all bits of each tensor, its shape and its dtype."""
+    from lockstep.replica.fingerprint import fingerprints
 
-    hashes = {}
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        content = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        mark = f"{tuple(plain.shape)} {plain.dtype}".encode()
-        hashes[name] = hashlib.blake2b(mark + content, digest_size=12).hexdigest()
-    return hashes
+    numbers = zip(tensors.items(), fingerprints(list(tensors.values())), strict=True)
+    return {name: f"{number:x} {tuple(tensor.shape)} {tensor.dtype}" for (name, tensor), number in numbers}
 
 
 def _append(path: Path, line: str) -> None:
     """Add a line, whole: no other worker's comes between."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        os.write(fd, line.encode() + b"\n")
-    finally:
-        os.close(fd)
+    with path.open("ab", buffering=0) as file:
+        file.write(line.encode() + b"\n")

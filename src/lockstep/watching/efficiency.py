@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.watching.step_record import CombinedStep
+from lockstep.watching.step_record import CombinedStep, in_flight
 
 _WINDOW = 20
 _PRODUCT_TRIES = 5
@@ -71,7 +71,8 @@ class SpeedTracker:
         )
 
     def _bus(self, step: CombinedStep, sent: int) -> float | None:
-        busy = time_in_flight(step)
+        first = step.workers[0]
+        busy = sum(end - start for start, end in in_flight(first.record, first.begin, step.launches))
         if self._size < 2 or not sent or not busy:
             return None
         return 2 * (self._size - 1) / self._size * sent / busy
@@ -80,17 +81,6 @@ class SpeedTracker:
         if not (self.flops_per_sample and self._peak_flops and batch and seconds):
             return None
         return self.flops_per_sample * batch / seconds / (self._peak_flops * self._size)
-
-
-def time_in_flight(step: CombinedStep) -> float:
-    """Nanoseconds in which some bucket that all have launched was on its way, as the first worker saw it arrive."""
-    first = step.workers[0]
-    busy, until = 0.0, 0.0
-    for launched, flight in zip(step.launches, first.record.flights, strict=False):
-        arrived = first.begin + flight.reduced
-        busy += max(0, arrived - max(launched, until))
-        until = max(until, arrived)
-    return busy
 
 
 # Arithmetic
