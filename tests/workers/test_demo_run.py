@@ -49,7 +49,7 @@ def test_a_short_run_says_what_it_checked(tmp_path, workers):
         ended = FromServer(tmp_path, demo_in_forks, *SHORT).wait()
         code, said, errors = ended.code, ended.out, ended.err
     assert (code, errors) == (0, ""), said
-    assert re.findall(r"^step (\d+)/8  loss \d\.\d+", said, re.MULTILINE) == list("12345678")
+    assert re.findall(r"^step (\d+)/8  loss \d\.\d+", said, re.MULTILINE) == ["1", "8"]
     assert len(re.findall(r"^  ok    ", said, re.MULTILINE)) == 3
     assert re.search(r"SHA-256 [0-9a-f]{16}\.\.\. on each of 2", said)
     assert re.search(r"first 5 steps are one worker's on the same 16-sample batches", said)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,8 +74,8 @@ def measure(world: lockstep.World, actions: Mapping[str, Action], *, rounds: int
     mine = take_turns(list(actions), warmup + rounds, act, time.process_time, cores)
     everybody = [{name: values[warmup:] for name, values in theirs.items()} for theirs in world.gather_json(mine)]
     times = {name: np.max([theirs[name] for theirs in everybody], axis=0) for name in actions}
-    others = everybody[0][BUSY] - np.sum([theirs[USED] for theirs in everybody], axis=0)
-    return counted(times, others / (len(cores) * np.array(everybody[0][WALL])))
+    used = np.sum([theirs[USED] for theirs in everybody], axis=0)
+    return counted(times, everybody[0], used, len(cores))
 
 
 def take_turns(
@@ -102,8 +103,9 @@ def take_turns(
     return found
 
 
-def counted(times: Times, disturbance: np.ndarray) -> Measured:
-    """The rounds that count among all; `disturbance` is the share of the cores that others took, by round."""
+def counted(times: Times, found: Mapping[str, Any], used: np.ndarray, num_cores: int) -> Measured:
+    """The rounds that count among all; `used` is what the workers took of the cores that were BUSY in each."""
+    disturbance = (np.array(found[BUSY]) - used) / (num_cores * np.array(found[WALL]))
     quiet = disturbance <= max(QUIET, np.quantile(disturbance, 0.25))
     kept = {name: seconds[quiet] for name, seconds in times.items()}
     return Measured(kept, len(disturbance), float(np.median(disturbance)))

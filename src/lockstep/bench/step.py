@@ -100,10 +100,8 @@ def _measure(asked: Contest, crews: Mapping[str, Crew], progress: Progress) -> M
         return crews[name].step(name)
 
     found = interleave.take_turns(list(crews), rounds, act, lambda: _used(crews), cores)
-    counted = {name: np.array(values[asked.warmup :]) for name, values in found.items()}
-    others = counted[interleave.BUSY] - counted[interleave.USED]
-    disturbance = others / (len(cores) * counted[interleave.WALL])
-    return interleave.counted({name: counted[name] for name in crews}, disturbance)
+    timed = {name: np.array(values[asked.warmup :]) for name, values in found.items()}
+    return interleave.counted({name: timed[name] for name in crews}, timed, timed[interleave.USED], len(cores))
 
 
 def _used(crews: Mapping[str, Crew]) -> float:

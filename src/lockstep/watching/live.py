@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from typing import Any, Protocol, TextIO
 
-from lockstep.terminal import ProgressLine, num_columns
+from lockstep.terminal import LOG_EVERY_S, ProgressLine
 
-_REDRAW_S, REWRITE_S = 0.2, 10.0
-"""Between two drawings in a terminal, and between two lines elsewhere."""
 CELL_S = 0.5
 """Between two lines in a notebook's cell, where each takes the place of the one before it."""
 _LEAST_VERDICT = 40
@@ -41,41 +39,22 @@ class View(Protocol):
 
 
 class StatusLine:
-    """The run in one line: drawn over and over in a terminal, or written now and then to a log."""
+    """The run in one line. A run does not end because its terminal was closed."""
 
     def __init__(
-        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, rewrite_s: float = REWRITE_S
+        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, log_every_s: float = LOG_EVERY_S
     ) -> None:
-        """rewrite_s: how long between two lines where this is no terminal."""
-        self._stream, self._clock, self._rewrite_s = stream, clock, rewrite_s
-        self._line = ProgressLine(stream)
-        self._due = clock()
-        self._unshown: StepLine | None = None
+        self._line = ProgressLine(stream, clock, log_every_s=log_every_s)
 
     def show(self, line: StepLine) -> None:
         """Take the newest step, and show it if it is time for it."""
-        self._unshown = line
-        now = self._clock()
-        if now >= self._due:
-            self._due = now + (_REDRAW_S if self._line.is_live else self._rewrite_s)
-            self._write()
+        with contextlib.suppress(OSError, ValueError):
+            self._line.tell(lambda width: status(line, width))
 
     def close(self) -> None:
         """Show the last step if it has not been shown, and begin a new line."""
-        self._write()
         with contextlib.suppress(OSError, ValueError):
             self._line.close()
-
-    def _write(self) -> None:
-        """Write, unless nobody is there to read: a run does not end because its terminal was closed."""
-        if self._unshown is None:
-            return
-        with contextlib.suppress(OSError, ValueError):
-            if self._line.is_live:
-                self._line.draw(status(self._unshown, num_columns(self._stream)))
-            else:
-                self._line.write(status(self._unshown))
-        self._unshown = None
 
 
 def status(line: StepLine, width: int | None = None) -> str:

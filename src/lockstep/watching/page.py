@@ -57,6 +57,7 @@ def page(report: RunReport, version: str = "") -> str:
     for place, chart in enumerate(charts):
         chart["place"] = place
     scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
+    kinds = (f".k-{kind} {{ fill: var(--{kind}); background: var(--{kind}) }}\n" for kind in (*SHARES, "hidden"))
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -86,7 +87,7 @@ def page(report: RunReport, version: str = "") -> str:
         size=size,
         version=version,
         policy=_policy(scripts, "connect-src 'self'; " if version else ""),
-        styles=Markup(_asset("uPlot.min.css") + _asset("page.css")),
+        styles=Markup(_asset("uPlot.min.css") + _asset("page.css") + "".join(kinds)),
         license=Markup(_asset("uPlot.LICENSE.txt")),
         scripts=[Markup(script) for script in scripts],
     )

@@ -23,12 +23,13 @@ from lockstep.comm.channel import mac
 from lockstep.comm.meeting import towards_others
 from lockstep.errors import UsageError
 from lockstep.replica.data_parallel import DataParallel
+from lockstep.terminal import LOG_EVERY_S
 from lockstep.watching.background import Background, StoreMail
 from lockstep.watching.collector import Collector, Summary
 from lockstep.watching.efficiency import FlopCount, SpeedTracker, measured_peak
 from lockstep.watching.hangs import DEADLINE as HANG_DEADLINE
 from lockstep.watching.hangs import Hangs
-from lockstep.watching.live import CELL_S, REWRITE_S, StatusLine, TensorBoard, Tracked, Tracker, View
+from lockstep.watching.live import CELL_S, StatusLine, TensorBoard, Tracked, Tracker, View
 from lockstep.watching.network import Probes
 from lockstep.watching.noise import GradNorms
 from lockstep.watching.recorder import HeardStep, Recorder
@@ -217,8 +218,8 @@ def _open_writer(folder: Path, model: DataParallel, began_ns: int) -> RunWriter 
 
 
 def _views(progress: bool, tensorboard: str | PathLike[str] | None) -> list[View]:
-    rewrite_s = CELL_S if environment.is_in_cell(os.environ) else REWRITE_S
-    views: list[View] = [StatusLine(sys.stderr, rewrite_s=rewrite_s)] if progress else []
+    log_every_s = CELL_S if environment.is_in_cell(os.environ) else LOG_EVERY_S
+    views: list[View] = [StatusLine(sys.stderr, log_every_s=log_every_s)] if progress else []
     if tensorboard is not None:
         try:
             views.append(Tracked(TensorBoard(tensorboard)))
