@@ -126,7 +126,7 @@ def test_a_workload_is_as_large_as_it_says_and_gives_a_loss(name):
     assert loss.shape == () and (loss.is_meta or loss.item() > 0)
     (other,) = models.batches(name, 2, 1, torch.device("cpu"), count=1)
     assert not batch[0].equal(other[0])
-    inside = {id(param) for unit in model.units() for param in unit.parameters()}
+    inside = {id(param) for unit in models.units(model) for param in unit.parameters()}
     assert 0 < len(inside) < len(list(model.parameters()))
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.bench import models
 from lockstep.bench.variants import LEARNING_RATE, Variant, VariantSetting, adamw
 
 
@@ -82,7 +83,7 @@ def _fsdp2(setting: VariantSetting) -> Variant:
         mesh = DeviceMesh.from_group(setting.group, setting.device.type)
     else:
         mesh = init_device_mesh(setting.device.type, (setting.world.size,))
-    for unit in setting.module.units():  # type: ignore[operator]  # Of models.py.
+    for unit in models.units(setting.module):
         fully_shard(unit, mesh=mesh)
     fully_shard(setting.module, mesh=mesh)
     return Variant(setting, setting.module, adamw(setting.module))

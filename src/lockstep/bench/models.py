@@ -59,10 +59,6 @@ class GPT2(nn.Module):
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
 
-    def units(self) -> Sequence[nn.Module]:
-        """What is gathered together where parameters are split: a block."""
-        return list(self.blocks)
-
 
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
@@ -101,10 +97,6 @@ class MLP(nn.Module):
         for stage in self.stages:
             x = stage(x)
         return functional.cross_entropy(self.head(x), classes)
-
-    def units(self) -> Sequence[nn.Module]:
-        """What is gathered together where parameters are split: a stage, since a layer alone is tiny."""
-        return list(self.stages)
 
 
 class ResidualBlock(nn.Module):
@@ -153,10 +145,6 @@ class ResNet(nn.Module):
             x = block(x)
         return functional.cross_entropy(self.head(x.mean(dim=(2, 3))), classes)
 
-    def units(self) -> Sequence[nn.Module]:
-        """What is gathered together where parameters are split: a block."""
-        return list(self.blocks)
-
 
 class Recommender(nn.Module):
     """Dense and categorical features and clicks in, the mean binary cross-entropy out.
@@ -178,10 +166,6 @@ class Recommender(nn.Module):
         logits = self.top(torch.cat([self.bottom(dense), *rows], dim=1)).squeeze(1)
         return functional.binary_cross_entropy_with_logits(logits, clicks)
 
-    def units(self) -> Sequence[nn.Module]:
-        """What is gathered together where parameters are split: a table."""
-        return list(self.tables)
-
 
 def build(workload: str) -> nn.Module:
     """A new model, its weights drawn from torch's generator."""
@@ -193,6 +177,11 @@ def build(workload: str) -> nn.Module:
         "tiny": lambda: MLP(width=16, stages=2, layers=2),
     }
     return GPT2(GPT2_SIZES[workload]) if workload in GPT2_SIZES else makers[workload]()
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """What is gathered together where parameters are split: a model's blocks, stages or tables, its one list."""
+    return [unit for each in model.children() if isinstance(each, nn.ModuleList) for unit in each]
 
 
 def batches(workload: str, size: int, rank: int, device: torch.device, count: int = NUM_BATCHES) -> list[Batch]:

@@ -121,24 +121,17 @@ def _row(name: str, bases: Sequence[str], heats: Sequence[Heat]) -> VariantRow:
 
 def lines(results: ContestResults) -> list[str]:
     """A heading, the table, who did not run and why, and what the numbers rest on."""
-    failed = [f"  {name:16}{reason}" for name, reason in results.not_run.items()]
-    not_run = ["", "Not run:", *failed] if failed else []
-    return [*_heading(results), "", *_table(results), *not_run, "", *_closing(results)]
-
-
-def _heading(results: ContestResults) -> list[str]:
     contest = results.contest
-    about = WORKLOADS[contest.workload].about
-    return [
-        f"{contest.workload}: {about}",
+    heading = [
+        f"{contest.workload}: {WORKLOADS[contest.workload].about}",
         f"{contest.workers} worker(s), {contest.batch} sample(s) per worker and step, "
         f"{'bf16 autocast' if contest.is_bf16 else 'float32'}, fused AdamW",
     ]
-
-
-def _table(results: ContestResults) -> list[str]:
     header = ["", "median ms", "10-90 %", *(f"to {base} (95 %)" for base in results.bases), "peak MB"]
-    return terminal.table(header, [_cells(row, results.bases) for row in results.rows])
+    table = terminal.table(header, [_cells(row, results.bases) for row in results.rows])
+    failed = [f"  {name:16}{reason}" for name, reason in results.not_run.items()]
+    not_run = ["", "Not run:", *failed] if failed else []
+    return [*heading, "", *table, *not_run, "", *_closing(results)]
 
 
 def _cells(row: VariantRow, bases: Sequence[str]) -> list[str]:

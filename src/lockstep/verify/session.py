@@ -145,8 +145,7 @@ class _Runs:
         self.announce(f"running on {who}")
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         self.script.run(size, folder, self.steps, self.script.args, *options)
-        records = [worker_record.load(folder, rank) for rank in range(size)]
-        found = [each for each in records if each is not None]
+        found = worker_record.load(folder)
         if len(found) < size or not any(each.steps for each in found):
             raise UsageError(
                 f"{self.script.path} made no step of a torch optimizer on {who}, so there is nothing to compare. Give "

@@ -9,7 +9,6 @@ Lives in a worker's process that was started to verify a script, and in no other
 import functools
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from lockstep import world as worlds
 from lockstep.replica import grad_weight as weighted
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.data_parallel import DataParallel
-from lockstep.verify import switched_off, tensors, worker_record
+from lockstep.verify import switched_off, tensors
 from lockstep.verify.forwards import ForwardRecorder
 from lockstep.verify.worker_record import Backward, RecordedStep, WorkerRecord
 
@@ -67,10 +66,6 @@ class TrainingRecorder:
         self._forwards.install()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-
-    def save(self, folder: Path) -> None:
-        """Write the record into `folder`, once the script has ended or made its steps."""
-        worker_record.save(self.record, folder)
 
     def _models(self) -> list[DataParallel]:
         """The wrapped models that the script still has: a module may be wrapped anew."""

@@ -30,24 +30,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
-    recorder = _recorder(args)
+    recorder, record = _recorder(args)
     seeds.seed_everything(SEED)
     recorder.install()
     if not args.show:
         discard_stdout()
     status = run_script(args.script, args.args, as_module=args.module)
     if not status:
-        recorder.save(args.folder)
+        record.save(args.folder)
     return status
 
 
 def _recorder(args: argparse.Namespace) -> Any:
+    """What is beside the script, and what is saved if it ends well."""
     if args.chaos:
         from lockstep.verify import chaos
 
-        return chaos.Recorder(args.folder)
+        recorder = chaos.Recorder(args.folder)
+        return recorder, recorder
     rank = int(os.environ.get("RANK", "0"))
-    return TrainingRecorder(rank, args.steps, syncs_batch_norm=args.sync_batch_norm, in_float64=args.float64)
+    training = TrainingRecorder(rank, args.steps, syncs_batch_norm=args.sync_batch_norm, in_float64=args.float64)
+    return training, training.record
 
 
 def discard_stdout() -> None:

@@ -240,17 +240,12 @@ class WorkerRecord:
         """Numbers with this rounding error are computed with."""
         self.epsilon = max(self.epsilon, epsilon)
 
+    def save(self, folder: Path) -> None:
+        """Write it into `folder`, which nobody else can write to."""
+        (folder / f"record-{self.rank}.pickle").write_bytes(pickle.dumps(self))
 
-def save(record: WorkerRecord, folder: Path) -> None:
-    """Write `record` into `folder`, which nobody else can write to."""
-    (folder / f"record-{record.rank}.pickle").write_bytes(pickle.dumps(record))
 
-
-def load(folder: Path, rank: int) -> WorkerRecord | None:
-    """The record of worker `rank`; None if it has written none."""
-    path = folder / f"record-{rank}.pickle"
-    if not path.exists():
-        return None
-    record = pickle.loads(path.read_bytes())
-    assert isinstance(record, WorkerRecord)
-    return record
+def load(folder: Path) -> list[WorkerRecord]:
+    """The records that workers have written there, by rank."""
+    found: list[WorkerRecord] = [pickle.loads(path.read_bytes()) for path in folder.glob("record-*.pickle")]
+    return sorted(found, key=lambda record: record.rank)

@@ -198,7 +198,7 @@ class Collector:
             self._noise.see(notes, samples)
         first = step.workers[0]
         noted = {
-            "time": (first.begin + first.record.wall + self._network.calendar_ns) / 1e9,
+            "time": (first.begin + first.record.wall + self._network.clock.calendar_ns) / 1e9,
             "noise_scale": None if self._noise.value is None else float(f"{self._noise.value:.6g}"),
             **{name: _mean(name, notes, samples) for name in ("loss", "grad_norm", "lr")},
         }

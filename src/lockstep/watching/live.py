@@ -78,12 +78,9 @@ def status(line: StepLine, width: int | None = None) -> str:
 def describe(line: StepLine) -> list[str]:
     """The step's numbers, the most important first; what is not known is left out."""
     facts = [f"step {line['step']}"]
-    if line.get("loss") is not None:
-        facts.append(f"loss {line['loss']:.4g}")
-    if line.get("samples_per_s") is not None:
-        facts.append(f"{line['samples_per_s']:.4g} samples/s")
-    if line.get("efficiency") is not None:
-        facts.append(f"efficiency {100 * line['efficiency']:.0f} %")
+    known = {name: line.get(name) for name in ("loss", "samples_per_s", "efficiency")}
+    words = {"loss": "loss {:.4g}", "samples_per_s": "{:.4g} samples/s", "efficiency": "efficiency {:.0%}"}
+    facts += [words[name].format(value).replace("%", " %") for name, value in known.items() if value is not None]
     exposed = [worker["shares_ms"].get("exposed", 0.0) for worker in line.get("workers") or ()]
     if len(exposed) > 1:
         facts.append(f"exposed {sum(exposed) / len(exposed):.3g} ms")

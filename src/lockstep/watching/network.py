@@ -96,7 +96,8 @@ class Network:
     """What worker 0 knows of the workers' clocks and links."""
 
     def __init__(self, size: int, clock: HostClock) -> None:
-        self._size, self._clock = size, clock
+        self._size, self.clock = size, clock
+        """The clock is worker 0's."""
         self._clocks: dict[int, HostClock] = {0: clock}
         self._trips: dict[int, Mapping[str, list[list[int]]]] = {}
         self.offsets: dict[int, int] = {}
@@ -104,21 +105,16 @@ class Network:
         self.slow: SlowLink | None = None
         """Whose link is slow, if anybody's."""
 
-    @property
-    def calendar_ns(self) -> int:
-        """What worker 0's calendar clock is ahead of its monotonic one."""
-        return self._clock.calendar_ns
-
     def add(self, rank: int, clock: HostClock, ahead_ns: int | None, trips: Mapping[str, list[list[int]]]) -> None:
         """Take what worker `rank` tells: its clock, what worker 0's calendar is ahead of its, and its last trips."""
         self._clocks[rank] = clock
-        self.offsets[rank] = self._clock.offset_of(clock, -int(ahead_ns or 0))
+        self.offsets[rank] = self.clock.offset_of(clock, -int(ahead_ns or 0))
         if trips:
             self._trips[rank] = trips
             self.slow = self._slow_link()
 
     def _slow_link(self) -> SlowLink | None:
-        are_one_way = all(self._clock.is_same_as(clock) for clock in self._clocks.values())
+        are_one_way = all(self.clock.is_same_as(clock) for clock in self._clocks.values())
         found: dict[tuple[int, int], list[int]] = {}
         for rank, by_peer in self._trips.items():
             for peer, trips in by_peer.items():

@@ -15,7 +15,7 @@ pass is exposed as well; it has no stretch of its own, since it is spread over t
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from lockstep.events import Event, Kind
@@ -95,9 +95,7 @@ class StepRecord:
 
     def to_json(self) -> list[Any]:
         """As it travels."""
-        spans = [[each.name, each.begin, each.end] for each in self.spans]
-        flights = [[f.place, f.num_bytes, f.ready, f.launched, f.reduced] for f in self.flights]
-        return [self.step, self.begin, self.wall, spans, flights, self.num_samples, self.noted, self.taken]
+        return list(astuple(self))
 
     @classmethod
     def from_json(cls, found: list[Any]) -> "StepRecord":
