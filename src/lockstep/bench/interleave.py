@@ -127,8 +127,8 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
 
 def spread(times: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
     """10 %, 50 % and 90 % quantile."""
-    low, median, high = np.quantile(times, [0.1, 0.5, 0.9])
-    return float(low), float(median), float(high)
+    low, median, high = np.quantile(times, [0.1, 0.5, 0.9]).tolist()
+    return low, median, high
 
 
 def timed(world: lockstep.World, action: Callable[[], None]) -> float:

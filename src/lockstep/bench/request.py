@@ -4,6 +4,7 @@
 comm` sums tensors of several sizes over several backends.
 """
 
+import argparse
 import os
 import re
 from collections.abc import Sequence
@@ -142,38 +143,30 @@ class CommRequest:
     """How often each algorithm is timed for each size and backend."""
 
 
-def checked_comm(workers: int | None, sizes: Sequence[str], backends: Sequence[str] | None, rounds: int) -> CommRequest:
-    """The request in these words; raises UsageError if it cannot be met.
+def checked_comm(workers: int | None, sizes: Sequence[int], backends: Sequence[str] | None, rounds: int) -> CommRequest:
+    """The request in these numbers; raises UsageError if it would fill the machine.
 
-    workers: None for one per core, but two at least.
-    sizes: such as 1K or 16M.
-    backends: None for all that work on this host.
+    workers: None for one per core, but two at least. backends: None for all that work on this host.
     """
-    if workers is None:
-        workers = max(2, host.num_cores())
-    num_bytes = tuple(dict.fromkeys(parse_size(text) for text in sizes))
-    _check_memory(workers, max(num_bytes))
-    return CommRequest(workers, num_bytes, None if backends is None else tuple(dict.fromkeys(backends)), rounds)
-
-
-def parse_size(text: str) -> int:
-    """Bytes in words such as 512, 64K or 16M; raises UsageError if they are no whole number of float32."""
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
-    num_bytes = int(match[1]) * _UNITS[match[2]] if match else 0
-    if num_bytes == 0 or num_bytes % ITEM_BYTES:
-        raise UsageError(
-            f"size {text!r}: give bytes as a whole number, with K, M or G behind it if you like (64K, 16M), above zero "
-            f"and divisible by {ITEM_BYTES}, since tensors are float32."
-        )
-    return num_bytes
-
-
-def _check_memory(workers: int, num_bytes: int) -> None:
-    """Refuse what would fill the machine: in the naive way every worker holds everybody's tensor."""
-    needed = workers * workers * num_bytes
+    workers = max(2, host.num_cores()) if workers is None else workers
+    needed = workers * workers * max(sizes)  # In the naive way every worker holds everybody's tensor.
     present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > present // 2:
         raise UsageError(
-            f"{workers} workers that send {num_bytes >> 20} MB each to everyone take {needed >> 30} GB together, more "
+            f"{workers} workers that send {max(sizes) >> 20} MB each to everyone take {needed >> 30} GB together, more "
             f"than half of this machine's {present >> 30} GB: give smaller --sizes or fewer workers with -n."
         )
+    chosen = None if backends is None else tuple(dict.fromkeys(backends))
+    return CommRequest(workers, tuple(dict.fromkeys(sizes)), chosen, rounds)
+
+
+def parse_size(text: str) -> int:
+    """A type for argparse: bytes in words such as 512, 64K or 16M, a whole number of float32."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    num_bytes = int(match[1]) * _UNITS[match[2]] if match else 0
+    if num_bytes == 0 or num_bytes % ITEM_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"size {text!r}: give bytes as a whole number, with K, M or G behind it if you like (64K, 16M), above zero "
+            f"and divisible by {ITEM_BYTES}, since tensors are float32"
+        )
+    return num_bytes

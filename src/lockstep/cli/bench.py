@@ -27,30 +27,21 @@ Compare three ways to sum a tensor over N workers of this host, for every backen
   ring    chunks travel around a ring, twice: 2(N-1) steps, a worker sends 2(N-1)/N * M bytes
   own     the backend's own all_reduce
 
-Naive and ring use the backend's send and receive; the bytes and messages that a worker sent are counted where they
-are handed over, not computed. The time is the median, of the slowest worker. Bus bandwidth is 2(N-1)/N * M / time for
-all three: by messages, workers cannot send less on average. The ratio is the time in units of the backend's own,
-compared within rounds, with a 95 % interval.
+Bytes and messages are counted where they are handed over, not computed. The time is the median, of the slowest worker.
+Bus bandwidth is 2(N-1)/N * M / time: by messages, workers cannot send less on average.
 """
 
 _STEP_DESCRIPTION = """\
 Compare a step of training (forward, backward, update) on workers of this host's cores: Lockstep, torch's own ways, and
-those of Accelerate, Lightning Fabric and DeepSpeed where they are installed.
-
-Every variant has its own model and fused AdamW, starts from the same weights and takes the same batches. They take
-turns, step by step, in an order that is shuffled anew in every round: on the CPU each in workers of its own, with an
-untimed step before each timed one; on GPUs all in the same workers. A step lasts until the slowest worker is done.
-Printed are the median, the ratios to the limit (no communication) and to torch's DDP, compared
-within rounds, with 95 % intervals, and the memory of a worker. Who cannot run here is listed, with the reason.
+those of Accelerate, Lightning Fabric and DeepSpeed where they are installed. Every variant has workers, model and fused
+AdamW of its own. Printed are the median, the ratios to the limit (no communication) and to torch's DDP with 95 %
+intervals, and the memory of a worker. Who cannot run here is listed, with the reason. See docs/benchmarks.md.
 """
 
 _GPU_DESCRIPTION = """\
-Compare a step of training (forward, backward, update) on GPUs: Lockstep, torch's own ways, and those of Accelerate,
-Lightning Fabric and DeepSpeed where they are installed; in bfloat16 autocast, with fused AdamW.
-
-Several workers may share one GPU. NCCL refuses that unless they say to be different hosts, so they do (each has its
-own NCCL_HOSTID), and then talk over loopback sockets: read such a run as a comparison of the variants, not as a speed
-of NCCL. With one worker, nocomm is the plain loop. Otherwise as `lockstep bench step`.
+As `lockstep bench step`, on GPUs and in bfloat16 autocast; all variants live in the same workers. Several workers may
+share one GPU: they say to be different hosts then (NCCL refuses that otherwise), and talk over loopback sockets. Read
+such a run as a comparison of the variants, not as a speed of NCCL. With one worker, nocomm is the plain loop.
 """
 
 _STEP_EXAMPLES = """\
@@ -103,7 +94,8 @@ def _add_comm(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--sizes",
         nargs="+",
-        default=["1K", "64K", "1M", "16M"],
+        type=request.parse_size,
+        default=[1 << 10, 1 << 16, 1 << 20, 1 << 24],
         metavar="M",
         help="bytes of the tensors, with K, M or G (default: 1K 64K 1M 16M)",
     )
