@@ -7,7 +7,6 @@ Letters go through the world's store. Who writes what, one writer per key:
 
     letter/R/N   by worker R: its N-th letter, some records of steps. Worker 0 deletes it once read.
     state        by worker 0: the verdict, the summary, and how many letters of each worker it has read.
-    probe/R      by worker R, once: where its probes are answered.
 
 Why nothing can hang. There are no collective operations. The store is asked by a connection of this thread's own, so
 it never waits for the training thread, nor that for it. Keys are looked for (`check`) before they are read, so no read
@@ -88,15 +87,6 @@ class StoreMail:
         state = json.loads(self._store.get("state"))
         self._num_unread = self._num_sent - state["read"][self._rank]
         return Known.from_json(state["known"])
-
-    def announce(self, address: str) -> None:
-        """Say where this worker's probes are answered."""
-        self._store.set(f"probe/{self._rank}", address)
-
-    def address(self, rank: int) -> str | None:
-        """Where those of `rank` are, if it has said so."""
-        key = f"probe/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 class Background:

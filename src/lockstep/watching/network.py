@@ -26,7 +26,7 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,11 +158,9 @@ def slow_link(one_way: Mapping[tuple[int, int], Sequence[int]], size: int, *, ar
 class Probes:
     """This worker's socket, and what it found out about each peer: nanoseconds on the two calendar clocks."""
 
-    def __init__(self, rank: int, size: int, address: str, key: bytes, find: Callable[[int], str | None]):
-        self._rank, self._size, self._key = rank, size, key
-        self._find = find
-        """Where a peer answers; None while it is not known."""
-        self._peers: dict[int, tuple[str, int]] = {}
+    def __init__(self, rank: int, address: str, key: bytes) -> None:
+        self._rank, self._key = rank, key
+        self._addresses: list[tuple[str, int] | None] = []
         self._trips: dict[int, collections.deque[tuple[int, int]]] = {}
         """By peer: how long the last pings took there, and their pongs back."""
         self._asked: collections.deque[int] = collections.deque(maxlen=_KEPT_FOR_CLOCK)
@@ -171,13 +169,14 @@ class Probes:
         with contextlib.suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         self._socket.bind((address, 0))
-        self.address = "{} {}".format(*self._socket.getsockname()[:2])
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
         """Where pings are answered."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-probes", daemon=True)
 
-    def start(self) -> None:
-        """Answer, and ask."""
+    def start(self, addresses: Sequence[tuple[str, int] | None]) -> None:
+        """Answer, and ask: the workers at `addresses`, by rank, where they have one."""
+        self._addresses = list(addresses)
         self._thread.start()
 
     def close(self) -> None:
@@ -209,18 +208,14 @@ class Probes:
                     self._answer()
                 if time.monotonic() >= due:
                     turn, due = turn + 1, time.monotonic() + _EVERY_S
-                    self._ask((self._rank + 1 + turn % (self._size - 1)) % self._size)
-        except (OSError, RuntimeError, ValueError):
-            return  # The socket or the store is gone, and the world with it.
+                    size = len(self._addresses)
+                    self._ask(self._addresses[(self._rank + 1 + turn % (size - 1)) % size])
+        except (OSError, ValueError):
+            return  # The socket is gone, and the world with it.
 
-    def _ask(self, peer: int) -> None:
-        where = self._peers.get(peer)
+    def _ask(self, where: tuple[str, int] | None) -> None:
         if where is None:
-            found = self._find(peer)
-            if found is None:
-                return
-            host, _, port = found.partition(" ")
-            where = self._peers[peer] = (host, int(port))
+            return
         with contextlib.suppress(OSError):  # Unreachable now, perhaps not later.
             self._asked.append(time.time_ns())
             self._socket.sendto(self._sealed(_PING, self._asked[-1], 0, 0), where)

@@ -116,7 +116,7 @@ class Watcher:
         self._collector = Collector(world.size, began, self._speed, self._writer, views) if world.is_main else None
         self._hangs = Hangs(current() or world, model, folder, hang_deadline) if hang_deadline else None
         mail = StoreMail(world.peers, world.rank) if world.size > 1 and world.peers.store is not None else None
-        probes = _open_probes(world, mail) if mail is not None else None
+        probes = _open_probes(world) if mail is not None else None
         self._background = Background(self._recorder, self._collector, mail, probes)
         self._background.start()
         if self._hangs is not None:
@@ -248,17 +248,17 @@ def _kept(value: float | Tensor) -> float | Tensor:
     return float(value) if value.is_cpu else value.clone()
 
 
-def _open_probes(world: World, mail: StoreMail) -> Probes | None:
-    """Where workers are on several hosts and can find one another."""
-    address = towards_others(world.peers.me, world.peers.all)
-    if not address or world.peers.are_on_one_host:
+def _open_probes(world: World) -> Probes | None:
+    """Where workers are on several hosts and can find one another; on every worker."""
+    if world.peers.are_on_one_host:
         return None
-    names = "\n".join(peer.format() for peer in world.peers.all)
-    key = mac(world.peers.secret or b"", b"probes", names.encode())
-    try:
-        probes = Probes(world.rank, world.size, address, key, mail.address)
-    except OSError:
-        return None  # Not a network to be probed; who is slow by it cannot be said then.
-    mail.announce(probes.address)
-    probes.start()
+    probes, address = None, towards_others(world.peers.me, world.peers.all)
+    if address:
+        names = "\n".join(peer.format() for peer in world.peers.all)
+        key = mac(world.peers.secret or b"", b"probes", names.encode())
+        with contextlib.suppress(OSError):  # Not a network to be probed: who is slow by it cannot be said then.
+            probes = Probes(world.rank, address, key)
+    addresses = world.gather_json(probes and probes.address)
+    if probes is not None:
+        probes.start([each and tuple(each) for each in addresses])
     return probes
