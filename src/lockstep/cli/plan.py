@@ -136,6 +136,7 @@ def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
     """The plan as lines for a terminal."""
     from lockstep.plan.page import errors, scaling
 
+    (sizes, *speeds), (columns, *sources) = scaling(made), errors(made)
     work, machine = made.workload, made.machine
     kept = "" if work.checkpointing == "none" else f", {work.checkpointing} checkpointing"
     lines = [
@@ -151,13 +152,13 @@ def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
         *_times(made),
         "",
         "scaling",
-        *terminal.table(*_headed(scaling(made)), text=()),
+        *terminal.table(sizes, speeds, text=()),
         *_effort(made),
         "",
         *_advice(made),
         "",
         "how far such predictions were off, on published runs",
-        *terminal.table(*_headed(errors(made))),
+        *terminal.table(columns, sources),
         *(_errors(made) if with_rows else []),
     ]
     if made.remarks:
@@ -166,10 +167,6 @@ def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
         share = percent(made.deviation)
         lines += ["", f"Of published runs of the like, two in three were within {share} of such a speed."]
     return lines
-
-
-def _headed(rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    return rows[0], rows[1:]
 
 
 def _memory(made: "Plan") -> list[str]:

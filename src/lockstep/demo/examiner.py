@@ -93,7 +93,10 @@ class Examiner:
         self._net = net
         self._recipe = recipe
         self._num_compared = min(NUM_COMPARED, recipe.steps)
-        self._single = Single(copy.deepcopy(net), recipe) if world.is_main else None
+        self._single = copy.deepcopy(net)
+        """Takes the first steps too, on worker 0: a plain model, a plain optimizer, nothing of this library in it."""
+        self._optimizer, self._schedule = recipe.optimizer(self._single)
+        self._single_losses: list[float] = []
         self._progress = ProgressLine() if world.is_main else None
         self._losses: list[tuple[int, float]] = []
         """Of this worker's part of every step: how many samples it had, and their loss."""
@@ -119,7 +122,7 @@ class Examiner:
         assert self._watcher is not None
         self._watcher.close()
         losses, digests = self._mean_losses(), self._world.gather_json(digest(self._net))
-        if self._single is None:
+        if not self._world.is_main:
             return None
         assert self._parity is not None
         # Not with the threads of the others, who are idle: beside other programs threads wait for one another in each
@@ -140,15 +143,20 @@ class Examiner:
         parts = self._world.gather_tensors([x, y])
         is_last = len(self._losses) == self._num_compared
         losses = self._mean_losses() if is_last else ()
-        if self._single is not None:
+        if self._world.is_main:
             whole_x, whole_y = (torch.cat(part).to(x.device) for part in zip(*parts, strict=True))
-            self._single.step(whole_x, whole_y)
+            loss = loss_of(self._single(whole_x), whole_y)
+            loss.backward()
+            self._optimizer.step()
+            self._schedule.step()
+            self._optimizer.zero_grad()
+            self._single_losses.append(loss.item())
             if is_last:
                 self._parity = Parity(
                     steps=self._num_compared,
                     batch=len(whole_x),
-                    weights=largest_difference(self._net.parameters(), self._single.net.parameters()),
-                    losses=largest_difference(map(torch.tensor, losses), map(torch.tensor, self._single.losses)),
+                    weights=largest_difference(self._net.parameters(), self._single.parameters()),
+                    losses=largest_difference(map(torch.tensor, losses), map(torch.tensor, self._single_losses)),
                 )
         self._world.barrier()
 
@@ -165,24 +173,6 @@ class Examiner:
         per_step = (time.perf_counter() - self._watched_since) / (step - self._num_compared)
         minutes, seconds = divmod(round(per_step * (self._recipe.steps - step)), 60)
         return [loss, f"{self._recipe.batch / per_step:.1f} samples/s", f"{minutes}:{seconds:02} left"]
-
-
-class Single:
-    """The same training on one worker: a plain model and a plain optimizer, with nothing of this library in them."""
-
-    def __init__(self, net: ByteGPT, recipe: Recipe) -> None:
-        self.net = net
-        self.losses: list[float] = []
-        self._optimizer, self._schedule = recipe.optimizer(net)
-
-    def step(self, x: Tensor, y: Tensor) -> None:
-        """One update from this batch."""
-        loss = loss_of(self.net(x), y)
-        loss.backward()
-        self._optimizer.step()
-        self._schedule.step()
-        self._optimizer.zero_grad()
-        self.losses.append(loss.item())
 
 
 def digest(net: nn.Module) -> str:

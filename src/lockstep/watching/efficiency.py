@@ -61,26 +61,17 @@ class SpeedTracker:
         batch = sum(samples) if all(samples) else None
         single = self.single_step_ns
         sent = sum(flight.num_bytes for flight in step.workers[0].record.flights)
+        first = step.workers[0]
+        busy = sum(end - start for start, end in in_flight(first.record, first.begin, step.launches))
+        flops = (self.flops_per_sample or 0.0) * (batch or 0.0)
         return StepSpeed(
             batch,
             batch / seconds if batch and seconds else None,
             min(1.0, single / step.wall) if single and step.wall else None,
             sent,
-            self._bus(step, sent),
-            self._mfu(batch, seconds),
+            2 * (self._size - 1) / self._size * sent / busy if self._size > 1 and sent and busy else None,
+            flops / seconds / (self._peak_flops * self._size) if flops and seconds and self._peak_flops else None,
         )
-
-    def _bus(self, step: CombinedStep, sent: int) -> float | None:
-        first = step.workers[0]
-        busy = sum(end - start for start, end in in_flight(first.record, first.begin, step.launches))
-        if self._size < 2 or not sent or not busy:
-            return None
-        return 2 * (self._size - 1) / self._size * sent / busy
-
-    def _mfu(self, batch: float | None, seconds: float) -> float | None:
-        if not (self.flops_per_sample and self._peak_flops and batch and seconds):
-            return None
-        return self.flops_per_sample * batch / seconds / (self._peak_flops * self._size)
 
 
 # Arithmetic
