@@ -197,7 +197,8 @@ class Recorder:
         hashes = {"the loss": float(result.loss).hex()}
         if not any(param.is_meta or not param.numel() for param in trainer.module.parameters()):
             hashes |= hashes_of(dict([*trainer.module.named_parameters(), *trainer.module.named_buffers()]))
-        _append(self.folder / "steps.jsonl", json.dumps([result.step, hashes]))
+        with (self.folder / "steps.jsonl").open("ab", buffering=0) as file:  # Whole: no other worker's comes between.
+            file.write(json.dumps([result.step, hashes]).encode() + b"\n")
 
     def save(self, _folder: Path) -> None:
         """The script has ended well: not at exit, where a worker that loses another can open no group."""
@@ -227,9 +228,3 @@ def hashes_of(tensors: Mapping[str, Any]) -> dict[str, str]:
 
     numbers = zip(tensors.items(), fingerprints(list(tensors.values())), strict=True)
     return {name: f"{number:x} {tuple(tensor.shape)} {tensor.dtype}" for (name, tensor), number in numbers}
-
-
-def _append(path: Path, line: str) -> None:
-    """Add a line, whole: no other worker's comes between."""
-    with path.open("ab", buffering=0) as file:
-        file.write(line.encode() + b"\n")

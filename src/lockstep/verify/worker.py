@@ -73,20 +73,16 @@ def run_script(script: str, args: Sequence[str], *, as_module: bool) -> int:
     except Enough:
         return 0
     except SystemExit as left:
-        return _status(left)
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        print(left.code, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
     except Exception as error:
         traceback.print_exception(type(error), error, _scripts_own(error.__traceback__))
         return 1
     return 0
-
-
-def _status(left: SystemExit) -> int:
-    if left.code is None or isinstance(left.code, int):
-        return left.code or 0
-    print(left.code, file=sys.stderr)
-    return 1
 
 
 def _scripts_own(trace: TracebackType | None) -> TracebackType | None:
