@@ -29,7 +29,7 @@ import lockstep
 from lockstep import wire
 from lockstep.bench import machine
 from lockstep.demo.gpt import SHAPES, ByteGPT, Recipe, loss_of
-from lockstep.demo.train_gpt import Windows, corpus_folder, read_corpus
+from lockstep.demo.train_gpt import corpus_folder, read_corpus, windows_of
 
 HELD_OUT = 256
 """Windows that are not trained on."""
@@ -82,7 +82,7 @@ def _train(options: argparse.Namespace, world: lockstep.World, name: str, seed: 
     """One run; returns the loss on what was held out."""
     way, _, first = name.partition("+")
     plain = int(first or 0)
-    windows = Windows(read_corpus(corpus_folder()), SHAPES[options.model].context)
+    windows = windows_of(read_corpus(corpus_folder()), SHAPES[options.model].context)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0)).tolist()
     kept, held_out = Subset(windows, order[HELD_OUT:]), Subset(windows, order[:HELD_OUT])
     trainer = _trainer(options, world, "full" if plain else way, seed)

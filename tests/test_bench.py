@@ -1,5 +1,6 @@
 """`lockstep bench`, as far as it needs no workers: what is asked, and how results read."""
 
+import argparse
 import subprocess
 import sys
 
@@ -13,7 +14,6 @@ from lockstep.bench.interleave import Estimate
 from lockstep.cli import bench
 from lockstep.cli.main import main
 from lockstep.comm.ring import Traffic
-from lockstep.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +27,12 @@ def _clean_environment(monkeypatch, tmp_path):
     [
         ([], "benchmark"),
         (["walk"], "invalid choice: 'walk'"),
-        (["comm", "-n", "1"], "1 worker(s) have nothing to send to each other: give -n 2 or more"),
-        (["comm", "-n", "0"], "0 worker(s)"),
-        (["comm", "-n", "-2"], "-2 worker(s)"),
+        (["comm", "-n", "1"], "1 is too few: give 2 or more"),
+        (["comm", "-n", "0"], "0 is too few"),
+        (["comm", "-n", "-2"], "-2 is too few"),
         (["comm", "-n", "two"], "invalid int value: 'two'"),
-        (["comm", "--rounds", "0"], "0 rounds measure nothing"),
-        (["comm", "--backends", "gloo", "smoke"], "backend 'smoke' cannot be measured: give --backends one or more of"),
+        (["comm", "--rounds", "0"], "--rounds: 0 is too few"),
+        (["comm", "--backends", "gloo", "smoke"], "invalid choice: 'smoke'"),
         (["comm", "--backends"], "--backends"),
         (["comm", "--sizes", "1K", "big"], "size 'big': give bytes as a whole number"),
         (["comm", "--sizes", "0"], "size '0'"),
@@ -60,7 +60,7 @@ def test_a_request_that_cannot_be_right_is_refused_in_one_line(words, part, caps
 def test_torch_is_not_needed_to_say_what_is_wrong():
     code = (
         "import sys; from lockstep.cli.main import main;"
-        "print(main(['bench', 'comm', '-n', '1']), 'torch' in sys.modules)"
+        "print(main(['bench', 'comm', '--sizes', '100000G']), 'torch' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["2", "False"]
@@ -79,7 +79,7 @@ def test_help_names_every_option_and_formula(capsys):
 def test_a_request_without_words_fits_the_machine(monkeypatch):
     for cores, workers in ((1, 2), (2, 2), (6, 6)):
         monkeypatch.setattr(request.host, "num_cores", lambda cores=cores: cores)
-        asked = request.checked_comm(None, ["1K", "2k", "1024", "64"], None, 3)
+        asked = request.checked_comm(None, [1024, 2048, 1024, 64], None, 3)
         assert asked == request.CommRequest(workers, (1024, 2048, 64), None, 3)
 
 
@@ -87,15 +87,9 @@ def test_a_request_without_words_fits_the_machine(monkeypatch):
 def test_sizes_read_as_they_are_written(count):
     num_bytes = 4 * count
     assert request.parse_size(bench.size_text(num_bytes)) == num_bytes
-    with pytest.raises(UsageError):
+    assert request.parse_size(bench.size_text(num_bytes).lower()) == num_bytes
+    with pytest.raises(argparse.ArgumentTypeError):
         request.parse_size(str(num_bytes + 2))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.5, "2.50 s"), (0.0123, "12.30 ms"), (0.001, "1.00 ms"), (0.0000125, "12.5 us")]
-)
-def test_times_in_words(seconds, text):
-    assert bench.time_text(seconds) == text
 
 
 def test_bus_bandwidth_is_that_of_the_least_traffic():

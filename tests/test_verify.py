@@ -108,12 +108,12 @@ def test_a_sample_alone_is_that_of_the_sketch():
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
     step = RecordedStep(
-        1, [Forward(["a"], "s")], [Backward(0.5, 2.0, None, True)], [0.1], grads={"w": sketch_of(numbers(3))}
+        [Forward(["a"], "s")], [Backward(0.5, 2.0, None, True)], [0.1], grads={"w": sketch_of(numbers(3))}
     )
     written = WorkerRecord(3, [step, RecordedStep()], {"w": sketch_of(numbers(5))}, is_seeded=True, batch_norms=["bn"])
-    worker_record.save(written, tmp_path)
-    read = worker_record.load(tmp_path, 3)
-    assert worker_record.load(tmp_path, 0) is None
+    assert worker_record.load(tmp_path) == []
+    written.save(tmp_path)
+    (read,) = worker_record.load(tmp_path)
     assert (read.steps[0].forwards, read.steps[0].backwards) == (step.forwards, step.backwards)
     assert same_bits(read.steps[0].grads["w"], step.grads["w"])
     assert np.array_equal(read.initial["w"].sample, written.initial["w"].sample)
@@ -520,9 +520,9 @@ def test_the_verdict_in_words():
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["script.py", "-n", "1"], "there is no 'script.py'"),
-        (["-n", "1", __file__], "1 workers: one is compared with several"),
-        (["-n", "2", "--steps", "0", __file__], "0 steps cannot be compared"),
+        (["-n", "2", "script.py"], "there is no 'script.py'"),
+        (["-n", "1", __file__], "1 is too few: give 2 or more"),
+        (["-n", "2", "--steps", "0", __file__], "--steps: 0 is too few"),
         (["-n", "2", "--threads", "0", __file__], "0 threads per worker"),
         ([], "SCRIPT"),
     ],

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.events import Event, Events, Kind
-from lockstep.watching.collector import Pace, Summary
-from lockstep.watching.efficiency import SpeedTracker
+from lockstep.watching.collector import Pace, Summary, _Means
+from lockstep.watching.efficiency import SpeedTracker, StepSpeed
 from lockstep.watching.network import HostClock, SlowLink, slow_link
 from lockstep.watching.noise import NoiseScale, own_squares
 from lockstep.watching.recorder import Contention
@@ -284,6 +284,15 @@ def test_pace_keeps_to_what_watching_may_cost():
     for second in range(41, 90):
         pace.see(second, used)
     assert pace.every == 1 and is_recorded(1, pace.every)
+
+
+def test_rates_are_those_of_the_mean_step():
+    means = _Means()
+    for seconds in (0.1, 0.3):
+        step = workers_step({"forward": 1e3 * seconds})
+        means.see(step, StepSpeed(8, 8 / seconds, 0.1 / seconds, 0, None, None))
+    assert means.values()["samples_per_s"] == pytest.approx(16 / 0.4)
+    assert means.values()["efficiency"] == pytest.approx(0.5)
 
 
 def test_summary_in_words():

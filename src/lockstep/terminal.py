@@ -6,15 +6,16 @@ Why not a library: docs/decisions.md.
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import TextIO
 
 _BAR_WIDTH = 30
 _LEAST_BAR = 5
 """Columns below which no bar is drawn."""
-_NUM_LOG_LINES = 20
-"""Lines of progress in a log, about."""
+_REDRAW_S, LOG_EVERY_S = 0.2, 10.0
+"""Between two drawings in a terminal, and between two lines in a log."""
 _CLEAR_LINE = "\r\x1b[2K"
 _RESET = "\x1b[0m"
 
@@ -91,27 +92,53 @@ def progress_text(
 
 
 class ProgressLine:
-    """One line of a terminal that is drawn over and over; in a log, whole lines now and then.
+    """One line of a terminal, drawn over and over, at most five times a second; in a log, a whole line now and then.
 
-    Phases: show, or draw, as often as there is something new; close, or erase, at the end, however it ends. A stream
+    Phases: show, or tell, as often as there is something new; close, or erase, at the end, however it ends. A stream
     that cannot be written to raises what it raises: only the caller knows whether that is to end it.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        log_every_s: float = LOG_EVERY_S,
+    ) -> None:
+        self._stream, self._clock = stream or sys.stdout, clock
         self.is_live = is_live(self._stream)
         """Whether the line is drawn over; else the stream is a log."""
+        self._every_s = _REDRAW_S if self.is_live else log_every_s
+        self._due = clock()
+        self._untold: Callable[[int | None], str] | None = None
         self._colour = has_colours(self._stream)
         self._ascii_only = not (self._stream.encoding or "").lower().startswith("utf")
         self._is_drawn = False
 
     def show(self, done: int, total: int, words: Sequence[str]) -> None:
-        """Draw a bar and words; in a log, write them at the first step, the last, and every twentieth of the way."""
-        if self.is_live:
-            width = num_columns(self._stream)
-            self.draw(progress_text(done, total, words, width, colour=self._colour, ascii_only=self._ascii_only))
-        elif is_due(done, total):
-            self.write(f"step {done}/{total}  {'  '.join(words)}")
+        """How far something is, if it is time for it: a bar and words; in a log, words."""
+
+        def text(width: int | None) -> str:
+            if width is None:
+                return f"step {done}/{total}  {'  '.join(words)}"
+            return progress_text(done, total, words, width, colour=self._colour, ascii_only=self._ascii_only)
+
+        self.tell(text)
+
+    def tell(self, text: Callable[[int | None], str]) -> None:
+        """The newest, if it is time for it; `text` makes it for so many columns, or, where that is None, for a log."""
+        self._untold = text
+        now = self._clock()
+        if now >= self._due:
+            self._due = now + self._every_s
+            self._tell_newest()
+
+    def _tell_newest(self) -> None:
+        text, self._untold = self._untold, None
+        if text is not None and self.is_live:
+            self.draw(text(num_columns(self._stream)))
+        elif text is not None:
+            self.write(text(None))
 
     def draw(self, text: str) -> None:
         """Draw `text` over what is there."""
@@ -127,22 +154,19 @@ class ProgressLine:
 
     def erase(self) -> None:
         """Leave nothing of what is drawn."""
+        self._untold = None
         if self._is_drawn:
             self._is_drawn = False
             self._stream.write(_CLEAR_LINE)
             self._stream.flush()
 
     def close(self) -> None:
-        """Leave what is drawn as it is, and begin the next line."""
+        """Show the newest if it has not been shown, and begin the next line."""
+        self._tell_newest()
         if self._is_drawn:
             self._is_drawn = False
             self._stream.write("\n")
             self._stream.flush()
-
-
-def is_due(done: int, total: int) -> bool:
-    """Whether a log gets a line of progress now."""
-    return done in (1, total) or done % max(1, total // _NUM_LOG_LINES) == 0
 
 
 def _painted(text: str, style: Style) -> str:

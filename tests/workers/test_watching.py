@@ -320,12 +320,10 @@ def test_a_dead_worker_holds_nothing_up(tmp_path):
 
 def test_probes(tmp_path):
     """Two in one process: each finds the other, and the way is short."""
-    found = {}
-    probes = [Probes(rank, 2, "127.0.0.1", b"7", found.get) for rank in range(2)]
-    stranger = Probes(1, 2, "127.0.0.1", b"8", {0: probes[0].address}.get)
-    found.update(enumerate(each.address for each in probes))
+    probes = [Probes(rank, "127.0.0.1", b"7") for rank in range(2)]
+    stranger = Probes(1, "127.0.0.1", b"8")
     for each in (*probes, stranger):
-        each.start()
+        each.start([each.address for each in probes])
     give_up = time.monotonic() + 20
     while not all(each.delays() for each in probes) and time.monotonic() < give_up:
         time.sleep(0.01)

@@ -61,7 +61,7 @@ torch.set_num_threads(1)
 world = lockstep.join(seed=0, backend="gloo")
 model = lockstep.DataParallel(torch.nn.Linear(64, 64))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(16):
+for _ in range(20):
     model(torch.ones(4, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -30,9 +30,7 @@ OURS = {
     "trainer-graph": "the same with cuda_graph=True: recorded as CUDA graphs, on a lone worker",
 }
 """Kinds of Lockstep."""
-LIMITS = {
-    "nocomm": "the bare module, each worker for itself: the limit",
-}
+LIMITS = {"nocomm": "the bare module, each worker for itself: the limit"}
 """Kinds that send no gradients."""
 PEERS = {
     "ddp": "torch's DistributedDataParallel, gradients as views of its buckets",

@@ -77,7 +77,8 @@ def measure(request: CommRequest) -> CommResults:
     assert world.group is not None
     shm.register()
     # A group for each backend: the world's own is for the barriers in between.
-    groups = {name: new_group(world.group, name, world.timeout) for name in request.backends or usable_backends()}
+    names = request.backends or [name for name in BACKENDS if name != "shm" or shm.is_supported()]
+    groups = {name: new_group(world.group, name, world.timeout) for name in names}
     ways = {
         (backend, name): functools.partial(algorithm, group=group)
         for backend, group in groups.items()
@@ -99,11 +100,6 @@ def measure(request: CommRequest) -> CommResults:
             rows.append(CommRow(num_bytes, backend, name, seconds, sent[backend, name], bandwidth, ratio))
     facts = {**machine.describe(world), "backend": ", ".join(groups)}
     return CommResults(facts, rounds, tuple(rows))
-
-
-def usable_backends() -> tuple[str, ...]:
-    """The backends that work on this host."""
-    return tuple(name for name in BACKENDS if name != "shm" or shm.is_supported())
 
 
 def bus_bandwidth(workers: int, num_bytes: int, seconds: float) -> float:

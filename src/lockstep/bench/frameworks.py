@@ -8,17 +8,15 @@ before.
 import importlib
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.bench.models import Batch
+from lockstep.bench import models
 from lockstep.bench.variants import LEARNING_RATE, Variant, VariantSetting, adamw
 
 
@@ -26,12 +24,7 @@ def make(setting: VariantSetting) -> Variant:
     """The peer of the setting's kind. Called on every worker."""
     if setting.kind.startswith("deepspeed"):
         return _deepspeed(setting)
-    makers = {
-        "fsdp2": _fsdp2,
-        "zero-redundancy": _zero_redundancy,
-        "accelerate": _accelerate,
-        "fabric": _fabric,
-    }
+    makers = {"fsdp2": _fsdp2, "zero-redundancy": _zero_redundancy, "accelerate": _accelerate, "fabric": _fabric}
     return makers.get(setting.kind, _ddp)(setting)
 
 
@@ -90,42 +83,13 @@ def _fsdp2(setting: VariantSetting) -> Variant:
         mesh = DeviceMesh.from_group(setting.group, setting.device.type)
     else:
         mesh = init_device_mesh(setting.device.type, (setting.world.size,))
-    for unit in setting.module.units():  # type: ignore[operator]  # Of models.py.
+    for unit in models.units(setting.module):
         fully_shard(unit, mesh=mesh)
     fully_shard(setting.module, mesh=mesh)
     return Variant(setting, setting.module, adamw(setting.module))
 
 
 # Libraries around it
-
-
-class PeerVariant(Variant):
-    """A step in a library's own words, in the precision that it was given."""
-
-    def __init__(
-        self,
-        setting: VariantSetting,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        backward: Callable[[Tensor], Any],
-        update: Callable[[], Any] | None = None,
-    ) -> None:
-        """`update`: what moves the weights and drops the gradients; by default the optimizer, as in torch."""
-        super().__init__(setting, model, optimizer)
-        self._backward = backward
-        self._update = update or super().update
-
-    def forward(self, batch: Batch) -> None:
-        """Compute the loss."""
-        self.loss = self.model(*batch)
-
-    def backward(self) -> None:
-        """Compute the gradients."""
-        self._backward(self.loss)
-
-    def update(self) -> None:
-        """Move the weights by the gradients, and drop those."""
-        self._update()
 
 
 def _accelerate(setting: VariantSetting) -> Variant:
@@ -136,7 +100,7 @@ def _accelerate(setting: VariantSetting) -> Variant:
         cpu=setting.device.type == "cpu", mixed_precision="bf16" if setting.bf16 else "no", kwargs_handlers=[views]
     )
     model, optimizer = accelerator.prepare(setting.module, adamw(setting.module))
-    return PeerVariant(setting, model, optimizer, accelerator.backward)
+    return Variant(setting, model, optimizer, accelerator.backward)
 
 
 def _fabric(setting: VariantSetting) -> Variant:
@@ -158,7 +122,7 @@ def _fabric(setting: VariantSetting) -> Variant:
     )
     fabric.launch()
     model, optimizer = fabric.setup(setting.module, adamw(setting.module))
-    return PeerVariant(setting, model, optimizer, fabric.backward)
+    return Variant(setting, model, optimizer, fabric.backward)
 
 
 def _deepspeed(setting: VariantSetting) -> Variant:
@@ -179,7 +143,7 @@ def _deepspeed(setting: VariantSetting) -> Variant:
         config=deepspeed_configuration(int(setting.kind[-1]), setting.batch, setting.bf16),
         dist_init_required=False,
     )
-    return PeerVariant(setting, engine, engine.optimizer, engine.backward, engine.step)
+    return Variant(setting, engine, engine.optimizer, engine.backward, engine.step)
 
 
 def deepspeed_configuration(stage: int, batch: int, bf16: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +60,9 @@ class Estimate:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
 
 def measure(world: lockstep.World, actions: Mapping[str, Action], *, rounds: int, warmup: int) -> Measured:
     """Time `actions` over `rounds` rounds, after `warmup` rounds that do not count. The same on all workers."""
@@ -70,8 +74,8 @@ def measure(world: lockstep.World, actions: Mapping[str, Action], *, rounds: int
     mine = take_turns(list(actions), warmup + rounds, act, time.process_time, cores)
     everybody = [{name: values[warmup:] for name, values in theirs.items()} for theirs in world.gather_json(mine)]
     times = {name: np.max([theirs[name] for theirs in everybody], axis=0) for name in actions}
-    others = everybody[0][BUSY] - np.sum([theirs[USED] for theirs in everybody], axis=0)
-    return counted(times, others / (len(cores) * np.array(everybody[0][WALL])))
+    used = np.sum([theirs[USED] for theirs in everybody], axis=0)
+    return counted(times, everybody[0], used, len(cores))
 
 
 def take_turns(
@@ -99,8 +103,9 @@ def take_turns(
     return found
 
 
-def counted(times: Times, disturbance: np.ndarray) -> Measured:
-    """The rounds that count among all; `disturbance` is the share of the cores that others took, by round."""
+def counted(times: Times, found: Mapping[str, Any], used: np.ndarray, num_cores: int) -> Measured:
+    """The rounds that count among all; `used` is what the workers took of the cores that were BUSY in each."""
+    disturbance = (np.array(found[BUSY]) - used) / (num_cores * np.array(found[WALL]))
     quiet = disturbance <= max(QUIET, np.quantile(disturbance, 0.25))
     kept = {name: seconds[quiet] for name, seconds in times.items()}
     return Measured(kept, len(disturbance), float(np.median(disturbance)))
@@ -122,8 +127,8 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
 
 def spread(times: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
     """10 %, 50 % and 90 % quantile."""
-    low, median, high = np.quantile(times, [0.1, 0.5, 0.9])
-    return float(low), float(median), float(high)
+    low, median, high = np.quantile(times, [0.1, 0.5, 0.9]).tolist()
+    return low, median, high
 
 
 def timed(world: lockstep.World, action: Callable[[], None]) -> float:

@@ -59,10 +59,6 @@ class GPT2(nn.Module):
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
 
-    def units(self) -> Sequence[nn.Module]:
-        """What is gathered together where parameters are split: a block."""
-        return list(self.blocks)
-
 
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
@@ -102,10 +98,6 @@ class MLP(nn.Module):
             x = stage(x)
         return functional.cross_entropy(self.head(x), classes)
 
-    def units(self) -> Sequence[nn.Module]:
-        """What is gathered together where parameters are split: a stage, since a layer alone is tiny."""
-        return list(self.stages)
-
 
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions around which the input is added, by way of a 1x1 convolution where its shape changes."""
@@ -116,7 +108,10 @@ class ResidualBlock(nn.Module):
         self.first_norm = nn.BatchNorm2d(width)
         self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.second_norm = nn.BatchNorm2d(width)
-        self.short = nn.Identity() if stride == 1 and channels == width else _projection(channels, width, stride)
+        self.short: nn.Module = nn.Identity()
+        if stride > 1 or channels != width:
+            projection = nn.Conv2d(channels, width, 1, stride, bias=False)
+            self.short = nn.Sequential(projection, nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
         """A picture of `width` channels."""
@@ -150,14 +145,6 @@ class ResNet(nn.Module):
             x = block(x)
         return functional.cross_entropy(self.head(x.mean(dim=(2, 3))), classes)
 
-    def units(self) -> Sequence[nn.Module]:
-        """What is gathered together where parameters are split: a block."""
-        return list(self.blocks)
-
-
-def _projection(channels: int, width: int, stride: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
-
 
 class Recommender(nn.Module):
     """Dense and categorical features and clicks in, the mean binary cross-entropy out.
@@ -179,10 +166,6 @@ class Recommender(nn.Module):
         logits = self.top(torch.cat([self.bottom(dense), *rows], dim=1)).squeeze(1)
         return functional.binary_cross_entropy_with_logits(logits, clicks)
 
-    def units(self) -> Sequence[nn.Module]:
-        """What is gathered together where parameters are split: a table."""
-        return list(self.tables)
-
 
 def build(workload: str) -> nn.Module:
     """A new model, its weights drawn from torch's generator."""
@@ -194,6 +177,11 @@ def build(workload: str) -> nn.Module:
         "tiny": lambda: MLP(width=16, stages=2, layers=2),
     }
     return GPT2(GPT2_SIZES[workload]) if workload in GPT2_SIZES else makers[workload]()
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """What is gathered together where parameters are split: a model's blocks, stages or tables, its one list."""
+    return [unit for each in model.children() if isinstance(each, nn.ModuleList) for unit in each]
 
 
 def batches(workload: str, size: int, rank: int, device: torch.device, count: int = NUM_BATCHES) -> list[Batch]:

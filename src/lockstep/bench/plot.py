@@ -1,5 +1,6 @@
 """The results of contests as a picture: a bar for each variant's ratio, with its interval; SVG, light and dark."""
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -52,15 +53,9 @@ def top_of(rows: Sequence[VariantRow], base: str) -> float:
 
 def ticks(top: float) -> list[float]:
     """Round values from 0 to `top`, five to ten of them."""
-    step = next(step for step in _steps() if top / step <= 10)
+    power = 10.0 ** math.floor(math.log10(top / 10))
+    step = next(power * factor for factor in (1, 2, 5, 10) if top / (power * factor) <= 10)
     return [round(number * step, 10) for number in range(int(top / step + 1e-9) + 1)]
-
-
-def _steps() -> Iterator[float]:
-    power = 0.1
-    while True:
-        yield from (power, 2 * power, 5 * power)
-        power *= 10
 
 
 def _panel(results: ContestResults) -> Iterator[str]:
@@ -91,7 +86,7 @@ def _bar(row: VariantRow, base: str, y: int, top: float) -> Iterator[str]:
         low, high = _place(ratio.low, top), _place(min(ratio.high, top), top)
         ends = f"M{low:.1f} {middle - 4}v8M{high:.1f} {middle - 4}v8"
         yield f'<path class="span" d="M{low:.1f} {middle}H{high:.1f}{ends}"/>'
-    text = "1" if row.variant == base else f"{ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
+    text = "1" if row.variant == base else str(ratio)
     yield f'<text x="{WIDTH - RIGHT + 8}" y="{middle + 4.5}">{text}</text>'
 
 

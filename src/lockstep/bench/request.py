@@ -4,6 +4,7 @@
 comm` sums tensors of several sizes over several backends.
 """
 
+import argparse
 import os
 import re
 from collections.abc import Sequence
@@ -76,12 +77,6 @@ def checked_contests(
     batch: samples per worker and step, None for each workload's own.
     """
     size = _checked_size(device, workers)
-    if steps < 1:
-        raise UsageError(f"{steps} steps measure nothing: give --steps 1 or more.")
-    if warmup < 0 or (batch is not None and batch < 1):
-        raise UsageError(f"--warmup {warmup} and --batch {batch} must be 0, and 1, or more.")
-    if crews < 1:
-        raise UsageError(f"--crews {crews} must be 1 or more: how often the workers are started.")
     names = tuple(dict.fromkeys(variants or (catalogue.ON_GPU if device == "cuda" else catalogue.ON_CPU)))
     for name in names:
         if catalogue.spelled(name).backend and device == "cuda":
@@ -90,7 +85,7 @@ def checked_contests(
             )
     return [
         Contest(name, names, size, device, batch or WORKLOADS[name].batch, steps, warmup, crews)
-        for name in _checked_workloads(device, workloads)
+        for name in dict.fromkeys(workloads)
     ]
 
 
@@ -115,8 +110,6 @@ def _checked_size(device: str, workers: int | None) -> int:
     else:
         units, most, what = host.num_cores(), MOST_PER_CORE, "core(s)"
         size = 2 if workers is None else workers
-    if size < 1:
-        raise UsageError(f"{size} worker(s) cannot be started: give -n 1 or more.")
     if size > most * units:
         raise UsageError(
             f"{size} workers on {units} {what} would mostly wait for their turn, which says nothing about any variant: "
@@ -137,14 +130,6 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _checked_workloads(device: str, names: Sequence[str]) -> list[str]:
-    known = catalogue.workloads(on_gpu=device == "cuda")
-    for name in names:
-        if name not in known:
-            raise UsageError(f"there is no workload {name!r} here: give --workload one or more of {', '.join(known)}.")
-    return list(dict.fromkeys(names))
-
-
 @dataclass(frozen=True, slots=True)
 class CommRequest:
     """What `bench comm` is to measure; made by `checked_comm`."""
@@ -158,56 +143,30 @@ class CommRequest:
     """How often each algorithm is timed for each size and backend."""
 
 
-def checked_comm(workers: int | None, sizes: Sequence[str], backends: Sequence[str] | None, rounds: int) -> CommRequest:
-    """The request in these words; raises UsageError if it cannot be met.
+def checked_comm(workers: int | None, sizes: Sequence[int], backends: Sequence[str] | None, rounds: int) -> CommRequest:
+    """The request in these numbers; raises UsageError if it would fill the machine.
 
-    workers: None for one per core, but two at least.
-    sizes: such as 1K or 16M.
-    backends: None for all that work on this host.
+    workers: None for one per core, but two at least. backends: None for all that work on this host.
     """
-    if workers is None:
-        workers = max(2, host.num_cores())
-    if workers < 2:
-        raise UsageError(f"{workers} worker(s) have nothing to send to each other: give -n 2 or more.")
-    if rounds < 1:
-        raise UsageError(f"{rounds} rounds measure nothing: give --rounds 1 or more.")
-    for name in backends or ():
-        if name not in BACKENDS:
-            raise UsageError(
-                f"backend {name!r} cannot be measured: give --backends one or more of {', '.join(BACKENDS)}."
-            )
-    num_bytes = tuple(dict.fromkeys(parse_size(text) for text in sizes))
-    _check_memory(workers, max(num_bytes))
-    return CommRequest(workers, num_bytes, None if backends is None else tuple(dict.fromkeys(backends)), rounds)
-
-
-def parse_size(text: str) -> int:
-    """Bytes in words such as 512, 64K or 16M; raises UsageError if they are no whole number of float32."""
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
-    num_bytes = int(match[1]) * _UNITS[match[2]] if match else 0
-    if num_bytes == 0 or num_bytes % ITEM_BYTES:
-        raise UsageError(
-            f"size {text!r}: give bytes as a whole number, with K, M or G behind it if you like (64K, 16M), above zero "
-            f"and divisible by {ITEM_BYTES}, since tensors are float32."
-        )
-    return num_bytes
-
-
-def writable(path: str, option: str = "--json") -> Path:
-    """The file at `path`; raises UsageError if it could not be written, so that no measurement is lost in the end."""
-    target = Path(path)
-    place = target if target.exists() else target.parent
-    if target.is_dir() or not os.access(place, os.W_OK):
-        raise UsageError(f"{path!r} cannot be written: give {option} a file in a folder that exists and is yours.")
-    return target
-
-
-def _check_memory(workers: int, num_bytes: int) -> None:
-    """Refuse what would fill the machine: in the naive way every worker holds everybody's tensor."""
-    needed = workers * workers * num_bytes
+    workers = max(2, host.num_cores()) if workers is None else workers
+    needed = workers * workers * max(sizes)  # In the naive way every worker holds everybody's tensor.
     present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > present // 2:
         raise UsageError(
-            f"{workers} workers that send {num_bytes >> 20} MB each to everyone take {needed >> 30} GB together, more "
+            f"{workers} workers that send {max(sizes) >> 20} MB each to everyone take {needed >> 30} GB together, more "
             f"than half of this machine's {present >> 30} GB: give smaller --sizes or fewer workers with -n."
         )
+    chosen = None if backends is None else tuple(dict.fromkeys(backends))
+    return CommRequest(workers, tuple(dict.fromkeys(sizes)), chosen, rounds)
+
+
+def parse_size(text: str) -> int:
+    """A type for argparse: bytes in words such as 512, 64K or 16M, a whole number of float32."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    num_bytes = int(match[1]) * _UNITS[match[2]] if match else 0
+    if num_bytes == 0 or num_bytes % ITEM_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"size {text!r}: give bytes as a whole number, with K, M or G behind it if you like (64K, 16M), above zero "
+            f"and divisible by {ITEM_BYTES}, since tensors are float32"
+        )
+    return num_bytes

@@ -121,34 +121,25 @@ def _row(name: str, bases: Sequence[str], heats: Sequence[Heat]) -> VariantRow:
 
 def lines(results: ContestResults) -> list[str]:
     """A heading, the table, who did not run and why, and what the numbers rest on."""
-    failed = [f"  {name:16}{reason}" for name, reason in results.not_run.items()]
-    not_run = ["", "Not run:", *failed] if failed else []
-    return [*_heading(results), "", *_table(results), *not_run, "", *_closing(results)]
-
-
-def _heading(results: ContestResults) -> list[str]:
     contest = results.contest
-    about = WORKLOADS[contest.workload].about
-    return [
-        f"{contest.workload}: {about}",
+    heading = [
+        f"{contest.workload}: {WORKLOADS[contest.workload].about}",
         f"{contest.workers} worker(s), {contest.batch} sample(s) per worker and step, "
         f"{'bf16 autocast' if contest.is_bf16 else 'float32'}, fused AdamW",
     ]
-
-
-def _table(results: ContestResults) -> list[str]:
     header = ["", "median ms", "10-90 %", *(f"to {base} (95 %)" for base in results.bases), "peak MB"]
-    return terminal.table(header, [_cells(row, results.bases) for row in results.rows])
+    table = terminal.table(header, [_cells(row, results.bases) for row in results.rows])
+    failed = [f"  {name:16}{reason}" for name, reason in results.not_run.items()]
+    not_run = ["", "Not run:", *failed] if failed else []
+    return [*heading, "", *table, *not_run, "", *_closing(results)]
 
 
 def _cells(row: VariantRow, bases: Sequence[str]) -> list[str]:
     spread = f"{1e3 * row.low:.1f} - {1e3 * row.high:.1f}"
-    ratios = ["1" if base == row.variant else _cell(row.ratios.get(base)) for base in bases]
+    found = [row.ratios.get(base) for base in bases]
+    ratios = [str(each) if each else "-" for each in found]
+    ratios = ["1" if base == row.variant else ratio for base, ratio in zip(bases, ratios, strict=True)]
     return [row.variant, f"{1e3 * row.median:.1f}", spread, *ratios, f"{row.entry.peak_bytes / 1e6:.0f}"]
-
-
-def _cell(estimate: Estimate | None) -> str:
-    return f"{estimate.median:.3f} ({estimate.low:.3f}-{estimate.high:.3f})" if estimate else "-"
 
 
 def _closing(results: ContestResults) -> Iterator[str]:

@@ -99,16 +99,12 @@ def _measure(asked: Contest, crews: Mapping[str, Crew], progress: Progress) -> M
         progress(number, rounds, "rounds")
         return crews[name].step(name)
 
-    found = interleave.take_turns(list(crews), rounds, act, lambda: _used(crews), cores)
-    counted = {name: np.array(values[asked.warmup :]) for name, values in found.items()}
-    others = counted[interleave.BUSY] - counted[interleave.USED]
-    disturbance = others / (len(cores) * counted[interleave.WALL])
-    return interleave.counted({name: counted[name] for name in crews}, disturbance)
+    def used() -> float:  # By this process and all workers.
+        return time.process_time() + sum(crew.used for crew in set(crews.values()))
 
-
-def _used(crews: Mapping[str, Crew]) -> float:
-    """Processor time of this process and of all workers, in seconds."""
-    return time.process_time() + sum(crew.used for crew in set(crews.values()))
+    found = interleave.take_turns(list(crews), rounds, act, used, cores)
+    timed = {name: np.array(values[asked.warmup :]) for name, values in found.items()}
+    return interleave.counted({name: timed[name] for name in crews}, timed, timed[interleave.USED], len(cores))
 
 
 def _free_bytes(asked: Contest) -> int:

@@ -1,5 +1,6 @@
 """The ways to train that are compared, made by their names in the catalogue: the limit, Lockstep, and its peers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,21 +78,29 @@ def setting(
 
 
 class Variant:
-    """A model, wrapped in one of the ways, and its optimizer; peers with calls of their own override the phases.
+    """A model, wrapped in one of the ways, and its optimizer; peers have calls of their own for some phases."""
 
-    Phases of a step: forward, backward, update.
-    """
-
-    def __init__(self, setting: VariantSetting, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        setting: VariantSetting,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        backward: Callable[[Tensor], Any] = Tensor.backward,
+        update: Callable[[], Any] | None = None,
+    ) -> None:
+        """backward, update: what computes gradients, and what moves the weights by them and drops them; else torch."""
         self.model = model
         self.optimizer = optimizer
         self.loss = torch.zeros(())
-        self._autocast = torch.autocast(setting.device.type, torch.bfloat16, enabled=setting.bf16)
+        # Who has a backward pass of its own has also been told of the precision.
+        is_cast = setting.bf16 and backward is Tensor.backward
+        self._autocast = torch.autocast(setting.device.type, torch.bfloat16, enabled=is_cast)
+        self._backward, self._update = backward, update
 
     def step(self, batch: Batch) -> None:
         """One full step: forward, backward, update."""
         self.forward(batch)
-        self.backward()
+        self._backward(self.loss)
         self.update()
 
     def forward(self, batch: Batch) -> None:
@@ -99,14 +108,13 @@ class Variant:
         with self._autocast:
             self.loss = self.model(*batch)
 
-    def backward(self) -> None:
-        """Compute the gradients."""
-        self.loss.backward()
-
     def update(self) -> None:
         """Move the weights by the gradients, and drop those."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self._update is not None:
+            self._update()
+        else:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def weights(self) -> Tensor:
         """All weights in one tensor on the host, to compare variants by."""

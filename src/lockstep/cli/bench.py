@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from lockstep import terminal
 from lockstep.bench import catalogue, request
+from lockstep.cli.arguments import at_least, writable
+from lockstep.watching.number_format import milliseconds
 
 if TYPE_CHECKING:
     from lockstep.bench.comm import CommResults, CommRow
@@ -25,30 +27,21 @@ Compare three ways to sum a tensor over N workers of this host, for every backen
   ring    chunks travel around a ring, twice: 2(N-1) steps, a worker sends 2(N-1)/N * M bytes
   own     the backend's own all_reduce
 
-Naive and ring use the backend's send and receive; the bytes and messages that a worker sent are counted where they
-are handed over, not computed. The time is the median, of the slowest worker. Bus bandwidth is 2(N-1)/N * M / time for
-all three: by messages, workers cannot send less on average. The ratio is the time in units of the backend's own,
-compared within rounds, with a 95 % interval.
+Bytes and messages are counted where they are handed over, not computed. The time is the median, of the slowest worker.
+Bus bandwidth is 2(N-1)/N * M / time: by messages, workers cannot send less on average.
 """
 
 _STEP_DESCRIPTION = """\
 Compare a step of training (forward, backward, update) on workers of this host's cores: Lockstep, torch's own ways, and
-those of Accelerate, Lightning Fabric and DeepSpeed where they are installed.
-
-Every variant has its own model and fused AdamW, starts from the same weights and takes the same batches. They take
-turns, step by step, in an order that is shuffled anew in every round: on the CPU each in workers of its own, with an
-untimed step before each timed one; on GPUs all in the same workers. A step lasts until the slowest worker is done.
-Printed are the median, the ratios to the limit (no communication) and to torch's DDP, compared
-within rounds, with 95 % intervals, and the memory of a worker. Who cannot run here is listed, with the reason.
+those of Accelerate, Lightning Fabric and DeepSpeed where they are installed. Every variant has workers, model and fused
+AdamW of its own. Printed are the median, the ratios to the limit (no communication) and to torch's DDP with 95 %
+intervals, and the memory of a worker. Who cannot run here is listed, with the reason. See docs/benchmarks.md.
 """
 
 _GPU_DESCRIPTION = """\
-Compare a step of training (forward, backward, update) on GPUs: Lockstep, torch's own ways, and those of Accelerate,
-Lightning Fabric and DeepSpeed where they are installed; in bfloat16 autocast, with fused AdamW.
-
-Several workers may share one GPU. NCCL refuses that unless they say to be different hosts, so they do (each has its
-own NCCL_HOSTID), and then talk over loopback sockets: read such a run as a comparison of the variants, not as a speed
-of NCCL. With one worker, nocomm is the plain loop. Otherwise as `lockstep bench step`.
+As `lockstep bench step`, on GPUs and in bfloat16 autocast; all variants live in the same workers. Several workers may
+share one GPU: they say to be different hosts then (NCCL refuses that otherwise), and talk over loopback sockets. Read
+such a run as a comparison of the variants, not as a speed of NCCL. With one worker, nocomm is the plain loop.
 """
 
 _STEP_EXAMPLES = """\
@@ -74,62 +67,45 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "bench",
         help="measure on this machine: Lockstep against its peers, and what communication takes",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
     _add_contest(
-        benchmarks.add_parser(
-            "step",
-            help="a step of Lockstep against torch DDP, FSDP2, DeepSpeed and others, on CPU workers",
-            description=_STEP_DESCRIPTION + _listed(on_gpu=False),
-            epilog=_STEP_EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        ),
-        "number of workers (default: 2)",
-        "gpt-10m",
-        30,
-    )
+        benchmarks, "step", "a step of Lockstep against torch DDP, FSDP2, DeepSpeed and others, on CPU workers",
+        _STEP_DESCRIPTION, _STEP_EXAMPLES, "2", "gpt-10m", 30,
+    )  # fmt: skip
     _add_contest(
-        benchmarks.add_parser(
-            "gpu",
-            help="the same on CUDA, with one or several workers on a GPU",
-            description=_GPU_DESCRIPTION + _listed(on_gpu=True),
-            epilog=_GPU_EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        ),
-        "number of workers; they may share a GPU (default: one per GPU)",
-        "gpt2-124m",
-        40,
-    )
+        benchmarks, "gpu", "the same on CUDA, with one or several workers on a GPU",
+        _GPU_DESCRIPTION, _GPU_EXAMPLES, "one per GPU", "gpt2-124m", 40,
+    )  # fmt: skip
     _add_comm(benchmarks)
 
 
 def _add_comm(benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = benchmarks.add_parser(
-        "comm",
-        help="naive and ring all-reduce against the backend's own",
-        description=_COMM_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "comm", help="naive and ring all-reduce against the backend's own", description=_COMM_DESCRIPTION
     )
     parser.add_argument(
         "-n",
         "--workers",
-        type=int,
+        type=at_least(2),
         metavar="N",
         help="number of workers, 2 or more (default: one per core, at least 2)",
     )
     parser.add_argument(
         "--sizes",
         nargs="+",
-        default=["1K", "64K", "1M", "16M"],
+        type=request.parse_size,
+        default=[1 << 10, 1 << 16, 1 << 20, 1 << 24],
         metavar="M",
         help="bytes of the tensors, with K, M or G (default: 1K 64K 1M 16M)",
     )
     parser.add_argument(
-        "--backends", nargs="+", metavar="B", help="shm, gloo or both (default: gloo, and shm where it works)"
+        "--backends", nargs="+", choices=request.BACKENDS, help="(default: gloo, and shm where it works)"
     )
-    parser.add_argument("--rounds", type=int, default=20, metavar="K", help="rounds to time (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results there too, as JSON")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=20, metavar="K", help="rounds to time (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the results there too, as JSON")
 
 
 def _listed(*, on_gpu: bool) -> str:
@@ -146,33 +122,32 @@ def _listed(*, on_gpu: bool) -> str:
     return "\n".join([*lines, *(f"  {line}" for line in usual)]) + "\n"
 
 
-def _add_contest(parser: argparse.ArgumentParser, workers: str, workload: str, steps: int) -> None:
-    parser.add_argument("-n", "--workers", type=int, metavar="N", help=workers)
-    parser.add_argument(
-        "--workload",
-        nargs="+",
-        default=[workload],
-        metavar="NAME",
-        help=f"what to train, one after the other (default: {workload})",
-    )
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="who takes part (default: see above)")
-    parser.add_argument(
-        "--steps", type=int, default=steps, metavar="K", help="timed steps of each variant (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=3, metavar="K", help="steps before those, not timed (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--crews",
-        type=int,
-        default=1,
-        metavar="K",
-        help="start all workers anew K times, each for so many steps: how fast a process is differs by a few percent "
-        "(default: %(default)s)",
-    )
-    parser.add_argument("--batch", type=int, metavar="B", help="samples per worker and step (default: the workload's)")
-    parser.add_argument("--json", metavar="FILE", help="write everything there too: all times, the machine, versions")
-    parser.add_argument("--plot", metavar="FILE", help="draw the ratios there, as SVG")
+def _add_contest(
+    benchmarks: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    text: str,
+    description: str,
+    examples: str,
+    workers: str,
+    workload: str,
+    steps: int,
+) -> None:
+    """One of the two contests; `workers`, `workload` and `steps` are what they do if nothing else is said."""
+    on_gpu = name == "gpu"
+    description += _listed(on_gpu=on_gpu)
+    parser = benchmarks.add_parser(name, help=text, description=description, epilog=examples)
+    known = catalogue.workloads(on_gpu=on_gpu)
+
+    add, count = parser.add_argument, at_least(1)
+    add("-n", "--workers", type=count, metavar="N", help=f"of them; on GPUs they may share one (default: {workers})")
+    add("--workload", nargs="+", default=[workload], choices=known, metavar="NAME", help=f"(default: {workload})")
+    add("--variants", nargs="+", metavar="NAME", help="who takes part (default: see above)")
+    add("--steps", type=count, default=steps, metavar="K", help=f"timed steps of each variant (default: {steps})")
+    add("--warmup", type=at_least(0), default=3, metavar="K", help="steps before those, not timed (default: 3)")
+    add("--crews", type=count, default=1, metavar="K", help="start all workers anew K times, each for so many steps")
+    add("--batch", type=count, metavar="B", help="samples per worker and step (default: the workload's)")
+    add("--json", type=writable, metavar="FILE", help="write everything there too: all times, the machine, versions")
+    add("--plot", type=writable, metavar="FILE", help="draw the ratios there, as SVG")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -185,8 +160,6 @@ def _run_step(args: argparse.Namespace) -> int:
     asked = request.checked_contests(
         device, args.workers, args.workload, args.variants, args.steps, args.warmup, args.batch, args.crews
     )
-    files = {option: getattr(args, option) for option in ("json", "plot")}
-    targets = {option: request.writable(path, f"--{option}") for option, path in files.items() if path is not None}
     from lockstep.bench import plot, results, step  # Takes seconds, since torch comes with it.
 
     line = terminal.ProgressLine(sys.stderr)
@@ -203,22 +176,21 @@ def _run_step(args: argparse.Namespace) -> int:
             line.erase()
         print("\n".join(["", *results.lines(found[-1]), ""]), flush=True)
         # After each: what was measured is kept if a later one is interrupted.
-        if "json" in targets:
-            targets["json"].write_text(results.as_json(found))
-        if "plot" in targets:
-            targets["plot"].write_text(plot.svg(found))
+        if args.json is not None:
+            args.json.write_text(results.as_json(found))
+        if args.plot is not None:
+            args.plot.write_text(plot.svg(found))
     return 0 if all(each.rows for each in found) else 1
 
 
 def _run_comm(args: argparse.Namespace) -> int:
     asked = request.checked_comm(args.workers, args.sizes, args.backends, args.rounds)
-    target = None if args.json is None else request.writable(args.json)
     print(opening(asked), end="\n\n", flush=True)
     from lockstep.bench import comm  # Takes seconds, since torch comes with it.
 
     results = comm.run(asked)
-    if target is not None:
-        target.write_text(results.as_json())
+    if args.json is not None:
+        args.json.write_text(results.as_json())
     print("\n".join([*table(results.rows), "", *closing(results)]))
     return 0
 
@@ -255,21 +227,13 @@ def size_text(num_bytes: int) -> str:
     return str(num_bytes)
 
 
-def time_text(seconds: float) -> str:
-    """In the unit in which it has one to three digits before the point."""
-    for unit, letters in ((1, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.2f} {letters}"
-    return f"{seconds * 1e6:.1f} us"
-
-
 def _cells(row: "CommRow") -> tuple[str, ...]:
     sent, ratio = row.sent, row.ratio
     return (
         size_text(row.num_bytes),
         row.backend,
         row.algorithm,
-        time_text(row.seconds),
+        milliseconds(1e3 * row.seconds),
         "-" if sent is None else f"{sent.num_bytes}",
         "-" if sent is None else f"{sent.num_messages}",
         f"{row.bus_bandwidth:.3f}",

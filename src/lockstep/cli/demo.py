@@ -4,14 +4,14 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from lockstep.cli.arguments import at_least
+from lockstep.watching.number_format import counted, milliseconds, number, percent
+
 if TYPE_CHECKING:
     from lockstep.demo.examiner import Findings
     from lockstep.demo.gpt import Recipe
 
 _PRINTABLE = {chr(byte) for byte in range(32, 127)} | {"\n"}
-
-_BUSY = 0.9
-"""The share of a core below which other programs are said to have interfered; on an idle machine it is 0.99."""
 
 _DESCRIPTION = """\
 Train a byte-level GPT on the source code of Python's standard library, with as many workers as there are cores or
@@ -32,16 +32,11 @@ and start it with:  lockstep run -n {workers} train.py"""
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Describe the command."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="train something real on this machine, now",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = subparsers.add_parser("demo", help="train something real on this machine, now", description=_DESCRIPTION)
     parser.add_argument(
         "-n", "--workers", type=int, metavar="N", help="number of workers (default: one per GPU, or per core without)"
     )
-    parser.add_argument("--steps", type=int, default=300, metavar="K", help="updates to make (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=300, metavar="K", help="updates (default: %(default)s)")
     parser.add_argument(
         "--model",
         choices=("tiny", "small", "medium", "large"),
@@ -49,7 +44,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="0.1, 3, 11 or 86 million parameters (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch", type=int, metavar="B", help="samples in the global batch (default: 8 for each worker)"
+        "--batch", type=at_least(1), metavar="B", help="samples in the global batch (default: 8 for each worker)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
 
@@ -61,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from lockstep.start import host
 
     workers = host.num_workers(args.workers)
-    batch = gpt.default_batch(workers) if args.batch is None else args.batch
+    batch = 8 * workers if args.batch is None else args.batch  # About as long a step on any number of workers.
     chosen = gpt.Recipe(args.model, args.steps, batch, args.seed)
     num_bytes = len(train_gpt.read_corpus(train_gpt.corpus_folder()))
     print(opening(chosen, workers, num_bytes), end="\n\n", flush=True)
@@ -80,10 +75,9 @@ def opening(chosen: "Recipe", workers: int, num_bytes: int) -> str:
     from lockstep.demo import gpt
 
     params = gpt.num_params(chosen.shape) / 1e6
-    who = "1 worker" if workers == 1 else f"{workers} workers"
     return (
         f"Training a byte-level GPT of {params:.1f} million parameters on Python's standard library "
-        f"({num_bytes / 1e6:.1f} MB) with {who}:\n"
+        f"({num_bytes / 1e6:.1f} MB) with {counted(workers, 'worker')}:\n"
         f"{chosen.steps} steps, global batch {chosen.batch} x {chosen.shape.context} bytes, seed {chosen.seed}."
     )
 
@@ -95,7 +89,17 @@ def checked(findings: "Findings") -> list[str]:
 
 def measured(findings: "Findings") -> list[str]:
     """One statement per measurement."""
-    return ["Measured in this run:", *_throughput(findings), *_communication(findings)]
+    found = findings.summary
+    if not found.wall_ms:
+        return ["Measured in this run: nothing, it had too few steps."]
+    lines = [
+        "Measured in this run:",
+        f"  throughput          {number(found.samples_per_s)} samples/s, {milliseconds(found.wall_ms)} a step",
+        f"  scaling efficiency  {percent(found.efficiency)}: of a step, what a worker takes for its part by itself",
+        f"  communication       {percent(found.exposed_ms / found.wall_ms)} of the time, besides what the backward "
+        f"pass hides; waiting for a slower worker {percent(found.waiting_ms / found.wall_ms)}",
+    ]
+    return [*lines, *([f"  {found.verdict}"] if found.verdict else [])]
 
 
 def written(sample: bytes) -> list[str]:
@@ -133,41 +137,6 @@ def _losses(findings: "Findings") -> str:
         "the loss is a number in every step",
         f"from {findings.losses[0]:.3f} to {sum(tail) / len(tail):.3f} nats per byte",
     )
-
-
-def _throughput(findings: "Findings") -> list[str]:
-    speed, efficiency = findings.speed, findings.efficiency
-    if speed is None or efficiency is None:
-        return ["  speed: not measured, too few steps"]
-    who = "1 worker" if findings.workers == 1 else f"{findings.workers} workers"
-    return [
-        f"  throughput          {speed.throughput:.1f} samples/s with {who}, {speed.throughput_alone:.1f} with one "
-        "alone on its part, sending nothing",
-        f"  scaling efficiency  {100 * efficiency:.0f} % of {findings.workers} x one alone (medians of "
-        f"{speed.num_together} steps and {speed.num_alone} lone ones, interleaved)",
-        *_caveats(findings.workers, speed.core_share),
-    ]
-
-
-def _caveats(workers: int, core_share: float) -> list[str]:
-    said = []
-    if workers > 1:
-        said.append("Less than 100 % is expected where cores share caches, memory bandwidth and power.")
-    if core_share < _BUSY:
-        said.append(f"Other programs were running: the lone worker had {100 * core_share:.0f} % of its core.")
-    return [f"{'':22}{text}" for text in said]
-
-
-def _communication(findings: "Findings") -> list[str]:
-    if findings.waiting is None:
-        return ["  communication       not measured: on GPUs it runs beside the computation"]
-    mean = 100 * sum(findings.waiting) / len(findings.waiting)
-    least, most = 100 * min(findings.waiting), 100 * max(findings.waiting)
-    return [
-        f"  communication       {mean:.1f} % of the time went into waiting for gradients (by worker: {least:.1f} to "
-        f"{most:.1f} %),",
-        "                      waiting for a slower worker included",
-    ]
 
 
 def _statement(holds: bool, claim: str, evidence: str) -> str:

@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep import __version__
 from lockstep.errors import LaunchError, UsageError, WorkerFailed, WorkerLost
@@ -25,7 +25,10 @@ UNREAD = 141
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """Says in one line what is wrong; shows descriptions as they are written."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")

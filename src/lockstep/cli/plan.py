@@ -3,16 +3,16 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import terminal
+from lockstep.cli.arguments import write
+from lockstep.errors import UsageError
+from lockstep.watching.number_format import count, duration, milliseconds, number, percent, size
 
 if TYPE_CHECKING:
     from lockstep.plan.outcome import Plan
-    from lockstep.plan.published import Errors
-    from lockstep.plan.timing import Speed
 
 _DESCRIPTION = """\
 Predict, before it is run, what a training needs and how fast it is: memory by component, the time of a step and what of
@@ -36,7 +36,11 @@ machines: WORKERSxDEVICE/PER_HOST@RATE (64xH100/8@400Gb: 64 workers, 8 a host, 4
 See docs/plan.md for the formulas, their errors, and where not to trust them.
 """
 
-_SHOWN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+_OPTIONS = (
+    "params", "layers", "hidden", "seq", "vocab", "batch", "micro_batch", "zero", "precision", "optimizer",
+    "checkpointing", "wire", "bucket_mb", "straggler", "units", "elastic", "price", "run", "base_batch", "base_lr",
+)  # fmt: skip
+"""Those that `lockstep.plan` takes by the same names."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -46,7 +50,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="what fits, how fast it will be, how far it scales, what to choose, before it is run",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what is trained")
     what.add_argument("script", nargs="?", type=Path, help="a script of yours, after all options of this command")
@@ -97,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
     made = _plan(args)
     print("\n".join(told(made, with_rows=args.table)))
     if args.json is not None:
-        _write(args.json, "--json", lambda path: path.write_text(json.dumps(made.to_json(), indent=1) + "\n"))
+        write(args.json, "--json", json.dumps(made.to_json(), indent=1) + "\n")
     if args.html is not None:
         from lockstep.plan.page import page
 
-        _write(args.html, "--html", lambda path: path.write_text(page(made), encoding="utf-8"))
+        write(args.html, "--html", page(made))
         print(f"page: {args.html}")
     return 0
 
@@ -112,7 +115,6 @@ def _plan(args: argparse.Namespace) -> "Plan":
     model: Any = args.model
     on: Any = args.on
     if args.measure:
-        from lockstep.errors import UsageError
         from lockstep.plan.measure import measured_machine
 
         if on is not None:
@@ -122,32 +124,9 @@ def _plan(args: argparse.Namespace) -> "Plan":
         from lockstep.plan.script import workload_of_script
 
         model = workload_of_script(args.script, args.script_args)
-    return plan(
-        model,
-        on=on,
-        params=args.params,
-        layers=args.layers,
-        hidden=args.hidden,
-        seq=args.seq,
-        vocab=args.vocab,
-        batch=args.batch,
-        micro_batch=args.micro_batch,
-        zero=args.zero,
-        precision=args.precision,
-        optimizer=args.optimizer,
-        checkpointing=args.checkpointing,
-        wire=args.wire,
-        bucket_mb=args.bucket_mb,
-        loader_s=args.loader_ms / 1e3,
-        straggler=args.straggler,
-        units=args.units,
-        mtbf_hours=args.mtbf,
-        elastic=args.elastic,
-        price=args.price,
-        run=args.run,
-        base_batch=args.base_batch,
-        base_lr=args.base_lr,
-    )
+    options = {name: getattr(args, name) for name in _OPTIONS}
+    loader_s, mtbf_hours = args.loader_ms / 1e3, args.mtbf
+    return plan(model, on=on, loader_s=loader_s, mtbf_hours=mtbf_hours, **options)
 
 
 # In words
@@ -155,8 +134,9 @@ def _plan(args: argparse.Namespace) -> "Plan":
 
 def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
     """The plan as lines for a terminal."""
-    from lockstep.watching.number_format import count, percent
+    from lockstep.plan.page import errors, scaling
 
+    (sizes, *speeds), (columns, *sources) = scaling(made), errors(made)
     work, machine = made.workload, made.machine
     kept = "" if work.checkpointing == "none" else f", {work.checkpointing} checkpointing"
     lines = [
@@ -171,12 +151,15 @@ def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
         "",
         *_times(made),
         "",
-        *_scaling(made),
+        "scaling",
+        *terminal.table(sizes, speeds, text=()),
         *_effort(made),
         "",
         *_advice(made),
         "",
-        *_errors(made, with_rows=with_rows),
+        "how far such predictions were off, on published runs",
+        *terminal.table(columns, sources),
+        *(_errors(made) if with_rows else []),
     ]
     if made.remarks:
         lines += ["", "assumed:", *(f"  {remark}" for remark in made.remarks)]
@@ -187,37 +170,27 @@ def told(made: "Plan", *, with_rows: bool = False) -> list[str]:
 
 
 def _memory(made: "Plan") -> list[str]:
-    from lockstep.watching.number_format import size
-
     memory = made.memory
     parts = [f"{name} {size(amount)}" for name, amount in memory.components() if amount >= 0.005 * memory.total]
     fits = "fits" if memory.fits else "DOES NOT FIT"
     lines = [f"memory of a worker: {size(memory.total)} of {size(memory.capacity)}, {fits}", f"  {', '.join(parts)}"]
-    rows = []
-    seen = set()
-    for way in sorted(made.ways, key=lambda way: (way.workload.zero, way.workload.checkpointing != "none")):
-        key = (way.workload.zero, way.workload.checkpointing)
-        if key in seen:
-            continue
-        seen.add(key)
-        rows.append(
-            [
-                f"  zero={way.workload.zero}",
-                way.workload.checkpointing,
-                f"{way.workload.micro_batch}",
-                size(way.memory.states),
-                size(way.memory.total),
-                "fits" if way.memory.fits else "no",
-                f"{way.speed.units_per_s:,.0f}",
-            ]
-        )
+    rows = [
+        [
+            f"  zero={way.workload.zero}",
+            way.workload.checkpointing,
+            f"{way.workload.micro_batch}",
+            size(way.memory.states),
+            size(way.memory.total),
+            "fits" if way.memory.fits else "no",
+            f"{way.speed.units_per_s:,.0f}",
+        ]
+        for way in made.shown_ways
+    ]
     header = ["  split", "checkpointing", "micro-batch", "states", "peak", "", f"{made.workload.unit}/s"]
     return [*lines, *terminal.table(header, rows, text=(0, 1, 5))]
 
 
 def _times(made: "Plan") -> list[str]:
-    from lockstep.watching.number_format import milliseconds, number, percent, size
-
     times, speed = made.speed.times, made.speed
     shares = [
         ("computing", times.compute_s),
@@ -234,32 +207,7 @@ def _times(made: "Plan") -> list[str]:
     ]
 
 
-def _scaling(made: "Plan") -> list[str]:
-    from lockstep.watching.number_format import milliseconds, number, percent
-
-    weak = {each.workers: each for each in made.weak}
-    strong = {each.workers: each for each in made.strong}
-    unit = made.workload.unit
-
-    def cells(speed: "Speed | None") -> list[str]:
-        if speed is None:
-            return ["-"] * 3
-        return [milliseconds(1e3 * speed.times.step_s), percent(speed.efficiency), number(speed.units_per_s)]
-
-    rows = []
-    base = made.strong[0].units_per_s if made.strong else 1.0
-    for size in _SHOWN_SIZES:
-        row = cells(strong.get(size))
-        if size in strong:
-            row[1] = percent(strong[size].units_per_s / base / size)
-        rows.append([f"  {size:,}", *cells(weak.get(size)), *row])
-    header = ["  workers", "step, same work", "efficiency", f"{unit}/s", "step, same batch", "efficiency", f"{unit}/s"]
-    return ["scaling", *terminal.table(header, rows, text=())]
-
-
 def _effort(made: "Plan") -> list[str]:
-    from lockstep.watching.number_format import duration, number, percent
-
     effort = made.effort
     if effort is None:
         return []
@@ -283,37 +231,24 @@ def _advice(made: "Plan") -> list[str]:
     return lines
 
 
-def _errors(made: "Plan", *, with_rows: bool) -> list[str]:
-    from lockstep.watching.number_format import percent
-
-    def line(errors: "Errors") -> str:
-        return (
-            f"  {errors.what}: median {percent(errors.median)}, worst {percent(errors.worst)} of {errors.count} runs; "
-            f"constant efficiency: {percent(errors.baseline)}"
-        )
-
-    lines = ["how far such predictions were off, on published runs", line(made.multi_host), line(made.left_out)]
-    lines += [f"      {percent(error)} {source}" for source, error in made.left_out.series.items()]
-    if with_rows:
-        rows = [
-            [
-                f"  {name}",
-                f"{100 * made.multi_host.rows[name]:+.1f} %" if name in made.multi_host.rows else "",
-                f"{100 * off:+.1f} %",
-            ]
-            for name, off in made.left_out.rows.items()
+def _errors(made: "Plan") -> list[str]:
+    """The error of every published row."""
+    rows = [
+        [
+            f"  {name}",
+            f"{100 * made.multi_host.rows[name]:+.1f} %" if name in made.multi_host.rows else "",
+            f"{100 * off:+.1f} %",
         ]
-        lines += terminal.table(["  row", "from one host", "series left out"], rows)
-    return lines
+        for name, off in made.left_out.rows.items()
+    ]
+    return terminal.table(["  row", "from one host", "series left out"], rows)
 
 
 # Against tables and runs
 
 
 def _predict(args: argparse.Namespace) -> int:
-    from lockstep.errors import UsageError
     from lockstep.plan import published
-    from lockstep.watching.number_format import percent
 
     if args.predict is None:
         raise UsageError("--calibrate says from what, and nothing says what to predict: add --predict TABLE.csv.")
@@ -326,7 +261,7 @@ def _predict(args: argparse.Namespace) -> int:
     predictions = [calibration.predict(each) for each in runs]
     rows = [{"id": each.run.id, "predicted": each.value, "measured": each.run.measured} for each in predictions]
     if args.json is not None:
-        _write(args.json, "--json", lambda path: path.write_text(json.dumps({"rows": rows}, indent=1) + "\n"))
+        write(args.json, "--json", json.dumps({"rows": rows}, indent=1) + "\n")
     shown = []
     for each in predictions:
         error = "" if each.error is None else f"{100 * each.error:+.1f} %"
@@ -355,16 +290,5 @@ def _check(args: argparse.Namespace) -> int:
     found = check(args.check, on=args.on)
     print("\n".join(found.lines()))
     if args.json is not None:
-        _write(args.json, "--json", lambda path: path.write_text(json.dumps(found.to_json(), indent=1) + "\n"))
+        write(args.json, "--json", json.dumps(found.to_json(), indent=1) + "\n")
     return 0
-
-
-def _write(path: Path, option: str, write: Callable[[Path], object]) -> None:
-    from lockstep.errors import UsageError
-
-    try:
-        write(path)
-    except OSError as error:
-        raise UsageError(
-            f"'{path}' cannot be written ({error.strerror}): give {option} a file in a folder that exists and is yours."
-        ) from error

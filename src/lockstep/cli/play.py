@@ -5,6 +5,8 @@ import tempfile
 import webbrowser
 from pathlib import Path
 
+from lockstep.cli.arguments import write
+
 _DESCRIPTION = """\
 Open a page that trains a small network by 1 to 16 workers, in the browser: batches, gradients and bytes as they travel,
 what changes the result and what does not, ten lessons. The page is one file that needs no network.
@@ -24,7 +26,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="see data-parallel training at work: a page in the browser",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write the page (default: a new temporary folder)"
@@ -34,17 +35,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and show it."""
-    from lockstep.errors import UsageError
     from lockstep.play.page import page
 
     # A folder that only this user can write to: nobody else can put another page there before the browser reads it.
     target = args.out or Path(tempfile.mkdtemp(prefix="lockstep-play-")) / "play.html"
-    try:
-        target.write_text(page(), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"'{target}' cannot be written ({error.strerror}): give --out a file in a folder that exists and is yours."
-        ) from error
+    write(target, "--out", page())
     address = target.resolve().as_uri()
     if not args.no_browser and not webbrowser.open(address):
         print("No browser could be started.")

@@ -7,11 +7,11 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.cli.arguments import write
 from lockstep.errors import UsageError
+from lockstep.watching.number_format import counted, number, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lockstep.watching.run_report import RunReport
 
 _DESCRIPTION = """\
@@ -39,7 +39,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="where the time of a watched run went, who is slow, who was stuck: a page",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what a watched run wrote")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: FOLDER/report.html)")
@@ -63,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     folder = RunFolder(args.folder)
     found = read_report(folder)
     target = args.output or args.folder / "report.html"
-    _write(target, "--output", lambda path: path.write_text(page(found), encoding="utf-8"))
+    write(target, "--output", page(found))
     detail = args.trace or args.folder / "trace.json"
-    _write(detail, "--trace", lambda path: write_trace(path, folder, found))
+    write(detail, "--trace", lambda path: write_trace(path, folder, found))
     print("\n".join([*summary(found), f"page:  {target}", f"trace: {detail} (open it in https://ui.perfetto.dev)"]))
     if args.open:
         webbrowser.open(target.resolve().as_uri())
@@ -93,7 +92,6 @@ def _serve(args: argparse.Namespace) -> int:
 
 def summary(found: "RunReport") -> list[str]:
     """The run in a few lines: what it was, how fast, and the verdict."""
-    from lockstep.watching.number_format import counted, number, percent
     from lockstep.watching.run_report import verdict
 
     run, said = found.run, verdict(found)
@@ -109,12 +107,3 @@ def summary(found: "RunReport") -> list[str]:
 
 def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
-
-
-def _write(path: Path, option: str, write: "Callable[[Path], object]") -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise UsageError(
-            f"'{path}' cannot be written ({error.strerror}): give {option} a file in a folder that exists and is yours."
-        ) from error

@@ -2,6 +2,8 @@
 
 import argparse
 
+from lockstep.cli.arguments import at_least
+
 _DESCRIPTION = """\
 Have N workers in a run that was started by `lockstep run --elastic` on this host, from now on. More are started beside
 the training and let in at its next step, up to --max; of fewer, those that were started last leave after their step,
@@ -19,24 +21,15 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Describe the command."""
     parser = subparsers.add_parser(
-        "resize",
-        help="more or fewer workers for an elastic run under way",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "resize", help="more or fewer workers for an elastic run under way", description=_DESCRIPTION, epilog=_EPILOG
     )
     parser.add_argument("run", metavar="RUN", help="the launcher's process id, or what `lockstep run --name` gave it")
-    parser.add_argument("workers", metavar="N", type=int, help="how many workers there are to be")
+    parser.add_argument("workers", metavar="N", type=at_least(1), help="how many workers there are to be")
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask, and say what came of it; returns 0."""
-    from lockstep.errors import UsageError
     from lockstep.start import control
 
-    if args.workers < 1:
-        raise UsageError(
-            f"{args.workers} workers: a run has at least one. To end it, end its launcher (kill {args.run})."
-        )
     print(f"lockstep resize: {control.resize(args.run, args.workers)}")
     return 0

@@ -50,12 +50,7 @@ same. See docs/hosts.md.
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Describe the command."""
-    parser = subparsers.add_parser(
-        "run",
-        help="start workers and run a script on each",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = subparsers.add_parser("run", help="start workers and run a script on each", description=_DESCRIPTION)
     parser.add_argument(
         "-n",
         "--workers",

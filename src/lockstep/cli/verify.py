@@ -6,9 +6,10 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from lockstep import terminal
+from lockstep.cli.arguments import at_least
 from lockstep.errors import UsageError
 from lockstep.terminal import Style
-from lockstep.watching.number_format import counted
+from lockstep.watching.number_format import counted, some
 
 if TYPE_CHECKING:
     from lockstep.verify.causes import Cause
@@ -56,17 +57,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="is N workers the same training as one? if not, what differs first, and why",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "-n",
         "--workers",
-        type=int,
+        type=at_least(2),
         metavar="N",
         help="number of workers to compare with one (default: one per GPU, or per core without; at least 2)",
     )
     parser.add_argument(
-        "--steps", type=int, default=10, metavar="K", help="optimizer steps to compare (default: %(default)s)"
+        "--steps", type=at_least(1), default=10, metavar="K", help="optimizer steps to compare (default: %(default)s)"
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument(
@@ -76,7 +76,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     chaos = parser.add_argument_group("training under kills")
     chaos.add_argument("--chaos", action="store_true", help="undisturbed, and while workers are killed: the same bits?")
     chaos.add_argument(
-        "--kills", type=int, metavar="K", help="kills, one after the other has been replaced (default: 10)"
+        "--kills", type=at_least(1), metavar="K", help="kills, one after the other has been replaced (default: 10)"
     )
     chaos.add_argument("--seed", type=int, metavar="S", help="draws when and whom (default: 0)")
     parser.add_argument("script", metavar="SCRIPT", help="a Python script, or a module with -m")
@@ -87,50 +87,34 @@ def run(args: argparse.Namespace) -> int:
     """Verify, and print the verdict; returns 0 for the same training, 1 for another, 2 if the script fails."""
     from lockstep.errors import WorkerFailed
     from lockstep.start import host
-    from lockstep.verify import session
+    from lockstep.verify import chaos, session
 
-    if args.chaos:
-        return _run_chaos(args)
-    if args.kills is not None or args.seed is not None:
+    if not args.chaos and (args.kills is not None or args.seed is not None):
         raise UsageError("--kills and --seed are for --chaos: give that too.")
     workers = max(2, host.num_workers(None)) if args.workers is None else args.workers
-    request = session.VerifyRequest(args.script, args.args, workers, args.steps, args.module, args.threads, args.output)
+    script = session.VerifiedScript(args.script, args.args, workers, args.module, args.threads, args.output)
+    kills = 10 if args.kills is None else args.kills
+
+    def announce(what: str) -> None:
+        print(f"lockstep verify: {what}", flush=True)
+
+    verdict: TrainingVerdict | ChaosVerdict
     try:
-        verdict = session.verify(request, announce=lambda what: print(f"lockstep verify: {what}", flush=True))
+        if args.chaos:
+            verdict = chaos.verify(script, kills, args.seed or 0, announce)
+            before, (said, *reasons) = [], closing_of_chaos(verdict, kills)
+        else:
+            verdict = session.verify(script, args.steps, announce)
+            before = [*notes(verdict.comparison), "", *table(verdict.comparison), ""]
+            said, *reasons = closing(verdict)
     except WorkerFailed as error:
         print(f"lockstep verify: {error}", file=sys.stderr)
         return FAILED
     except session.Interrupted as interrupted:
         print("\nlockstep verify: interrupted; no worker is left.", file=sys.stderr)
         return interrupted.status
-    said, *reasons = closing(verdict)
     said = terminal.styled(said, Style.GREEN if verdict.is_same else Style.RED, sys.stdout)
-    print("\n" + "\n".join([*notes(verdict.comparison), "", *table(verdict.comparison), "", said, *reasons]))
-    return 0 if verdict.is_same else 1
-
-
-def _run_chaos(args: argparse.Namespace) -> int:
-    from lockstep.errors import WorkerFailed
-    from lockstep.start import host
-    from lockstep.verify import chaos
-    from lockstep.verify.session import Interrupted
-
-    workers = max(2, host.num_workers(None)) if args.workers is None else args.workers
-    kills, seed = 10 if args.kills is None else args.kills, args.seed or 0
-    request = chaos.checked(
-        chaos.ChaosRequest(args.script, args.args, workers, kills, seed, args.module, args.threads, args.output)
-    )
-    try:
-        verdict = chaos.verify(request, announce=lambda what: print(f"lockstep verify: {what}", flush=True))
-    except WorkerFailed as error:
-        print(f"lockstep verify: {error}", file=sys.stderr)
-        return FAILED
-    except Interrupted as interrupted:
-        print("\nlockstep verify: interrupted; no worker is left.", file=sys.stderr)
-        return interrupted.status
-    said, *reasons = closing_of_chaos(verdict, kills)
-    said = terminal.styled(said, Style.GREEN if verdict.is_same else Style.RED, sys.stdout)
-    print("\n" + "\n".join([said, *reasons]))
+    print("\n" + "\n".join([*before, said, *reasons]))
     return 0 if verdict.is_same else 1
 
 
@@ -144,12 +128,10 @@ def closing_of_chaos(verdict: "ChaosVerdict", asked: int) -> list[str]:
     differing = [name for name in quiet.final if storm.final.get(name) != quiet.final[name]]
     said = [
         f"Verdict: other bits, after {done}.",
-        *_wrapped(
-            f"  {len(differing)} of {counted(len(quiet.final), 'tensor')} differ at the end: {_some(differing)}."
-        ),
+        *_wrapped(f"  {len(differing)} of {counted(len(quiet.final), 'tensor')} differ at the end: {some(differing)}."),
         *_wrapped(f"  {_first_difference(quiet, storm)}"),
     ]
-    if verdict.is_repeatable:
+    if verdict.again is None or verdict.again.final == quiet.final:
         said += ["  Undisturbed, the script came to the same bits twice: so the kills made the difference."]
     else:
         said += _wrapped(
@@ -165,13 +147,8 @@ def _first_difference(quiet: "ChaosRun", storm: "ChaosRun") -> str:
         if names:
             before = [kill for kill in storm.kills if kill[0] <= step]
             last = f"after the kill of worker {before[-1][1]} in step {before[-1][0]}" if before else "before any kill"
-            return f"First difference: {_some(names)} after step {step}, {last}."
+            return f"First difference: {some(names)} after step {step}, {last}."
     return "No step that was recorded in both runs differs: the difference came at the end."
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 def notes(comparison: "Comparison") -> list[str]:

@@ -9,8 +9,6 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.errors import UsageError
-
 NUM_BYTES = 256
 LEARNING_RATE = 2e-3
 
@@ -47,12 +45,6 @@ class Recipe:
     """Samples in the global batch."""
     seed: int
 
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UsageError(f"{self.steps} steps: give 1 or more.")
-        if self.batch < 1:
-            raise UsageError(f"a batch of {self.batch} samples: give 1 or more.")
-
     @property
     def shape(self) -> Shape:
         """The model's dimensions."""
@@ -76,11 +68,6 @@ def rate(step: int, steps: int) -> float:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))
     return 0.55 + 0.45 * math.cos(math.pi * done)
-
-
-def default_batch(workers: int) -> int:
-    """A global batch with which the demo takes about as long on any number of workers."""
-    return 8 * workers
 
 
 class Block(nn.Module):

@@ -3,7 +3,6 @@
 An examiner looks on.
 """
 
-import os
 import sysconfig
 from collections.abc import Iterator
 from itertools import count
@@ -12,20 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.demo.examiner import Examiner, Findings
 from lockstep.demo.gpt import ByteGPT, Recipe, loss_of
 from lockstep.errors import UsageError
-
-MAX_BYTES = 16 << 20
-
-_SKIPPED = {
-    *("site-packages", "dist-packages"),  # Not the standard library.
-    *("test", "tests", "idle_test"),  # As large as all the rest together.
-    *("encodings", "pydoc_data"),  # Tables and texts, hardly any code.
-}
 
 
 def corpus_folder() -> Path:
@@ -33,54 +24,33 @@ def corpus_folder() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def read_corpus(root: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """The source files under `root` in the order of their names, one after the other; at most `max_bytes`.
+def read_corpus(folder: Path) -> bytes:
+    """The source files in `folder`, not below it, in the order of their names: of the standard library about 5 MB.
 
     The same on every worker of a host. Raises UsageError where there is no source code.
     """
-    text = bytearray()
-    for file in _sources(root):
-        text += file.read_bytes() + b"\n"
-        if len(text) >= max_bytes:
-            break
+    text = b"\n".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
     if not text:
         raise UsageError(
-            f"there is no Python source code in {root}: this Python has its standard library only in compiled form, "
+            f"there is no Python source code in {folder}: this Python has its standard library only in compiled form, "
             "and the demo learns from the source. Use a Python that has it, as those from python.org, uv, conda and "
             "Linux distributions do."
         )
-    return bytes(text[:max_bytes])
+    return text
 
 
-def _sources(root: Path) -> Iterator[Path]:
-    found: list[Path] = []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in _SKIPPED]  # Not even looked into: site-packages are many.
-        found.extend(Path(folder, name) for name in names if name.endswith(".py") and name not in _SKIPPED)
-    yield from sorted(found)
-
-
-class Windows(Dataset[tuple[Tensor, Tensor]]):
+def windows_of(text: bytes, context: int) -> TensorDataset:
     """`text` cut into windows of `context` bytes; an item is a window and the bytes that follow each of its bytes."""
-
-    def __init__(self, text: bytes, context: int) -> None:
-        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._context = context
-
-    def __len__(self) -> int:
-        return max(0, (len(self._bytes) - 1) // self._context)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        start = index * self._context
-        window = self._bytes[start : start + self._context + 1].long()
-        return window[:-1], window[1:]
+    count = (len(text) - 1) // context
+    whole = torch.frombuffer(bytearray(text[: count * context + 1]), dtype=torch.uint8).long()
+    return TensorDataset(whole[:-1].view(count, context), whole[1:].view(count, context))
 
 
 def train(recipe: Recipe) -> Findings | None:
     """Train by `recipe`; returns what was found, on worker 0. Called on every worker."""
     world = lockstep.join(seed=recipe.seed)
     net = ByteGPT(recipe.shape).to(world.device)
-    windows = Windows(read_corpus(corpus_folder()), recipe.shape.context)
+    windows = windows_of(read_corpus(corpus_folder()), recipe.shape.context)
     if not world.size <= recipe.batch <= len(windows):
         raise UsageError(
             f"a batch of {recipe.batch} samples: give at least {world.size}, one for each worker, and at most "
@@ -91,13 +61,12 @@ def train(recipe: Recipe) -> Findings | None:
         loader = lockstep.shard(DataLoader(windows, recipe.batch, shuffle=True, drop_last=True))
         optimizer, schedule = recipe.optimizer(model)
         for x, y in _batches(loader, recipe.steps):
-            examiner.begin_step()
             loss = loss_of(model(x), y)
             loss.backward()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            examiner.end_step(x, y, loss)
+            examiner.end_step(model, x, y, loss)
         return examiner.conclude()
 
 

@@ -13,37 +13,10 @@ Each of them is a `Tracker`: a class with `open`, `log`, `tell` and `close`. Any
 
 import time
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any
 
+from lockstep.watching.live import TensorBoard as TensorBoard
 from lockstep.watching.live import Tracker as Tracker
-
-
-class TensorBoard:
-    """Numbers as charts, verdicts as text, in `folder`."""
-
-    def __init__(self, folder: str | PathLike[str]) -> None:
-        self._folder = str(folder)
-        self._writer: Any = None
-
-    def open(self) -> None:
-        """Begin to write."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(self._folder)
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of a step."""
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, global_step=step)
-
-    def tell(self, step: int, verdict: str) -> None:
-        """Write a verdict."""
-        self._writer.add_text("verdict", verdict or "nobody holds the others up", global_step=step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
 
 
 class WandB:

@@ -63,6 +63,14 @@ class Plan:
     remarks: tuple[str, ...]
     """What is assumed, a sentence each."""
 
+    @property
+    def shown_ways(self) -> list[Way]:
+        """The best for each split, with each kind of checkpointing."""
+        found: dict[tuple[int, str], Way] = {}
+        for way in self.ways:
+            found.setdefault((way.workload.zero, way.workload.checkpointing), way)
+        return sorted(found.values(), key=lambda way: (way.workload.zero, way.workload.checkpointing != "none"))
+
     def to_json(self) -> dict[str, Any]:
         """All of it but the events, as plain values."""
         work, machine = self.workload, self.machine

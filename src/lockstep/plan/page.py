@@ -45,8 +45,8 @@ def page(made: Plan) -> str:
         _section("What a worker holds", _bars(made), _bars_key(made)),
         _section("One step", _timeline(made), _timeline_words(made)),
         _section("What to choose", _advice(made)),
-        _section("In numbers", _table(made)),
-        _section("How far such predictions were off", _errors(made)),
+        _section("In numbers", _tabled(scaling(made))),
+        _section("How far such predictions were off", _tabled(errors(made))),
     ]
     if made.remarks:
         sections.append(_section("Assumed", "".join(f"<p>{escape(remark)}</p>" for remark in made.remarks)))
@@ -143,13 +143,7 @@ def _curve_key(made: Plan) -> str:
 
 
 def _bars(made: Plan) -> str:
-    shown = []
-    seen = set()
-    for way in sorted(made.ways, key=lambda each: (each.workload.zero, each.workload.checkpointing != "none")):
-        key = (way.workload.zero, way.workload.checkpointing)
-        if key not in seen:
-            seen.add(key)
-            shown.append(way)
+    shown = made.shown_ways
     capacity = made.memory.capacity
     most = max([capacity, *(way.memory.total for way in shown)])
     left, row = 290, 24
@@ -240,43 +234,40 @@ def _advice(made: Plan) -> str:
     return f"<dl>{''.join(items)}</dl>"
 
 
-def _table(made: Plan) -> str:
+def scaling(made: Plan) -> list[list[str]]:
+    """The curve as a table, its first row the names: on the page and in a terminal."""
     strong = {each.workers: each for each in made.strong}
-    unit = escape(made.workload.unit)
-    rows = []
+    unit = made.workload.unit
+    rows = [["workers", "step", "exposed", "efficiency", f"{unit}/s", "MFU", "step, same batch", f"{unit}/s"]]
     for each in made.weak:
         same = strong.get(each.workers)
-        cells = [
-            f"{each.workers:,}",
-            milliseconds(1e3 * each.times.step_s),
-            milliseconds(1e3 * each.times.exposed_s),
-            percent(each.efficiency),
-            number(each.units_per_s),
-            percent(each.mfu),
-            milliseconds(1e3 * same.times.step_s) if same else "",
-            number(same.units_per_s) if same else "",
-        ]
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    names = ("workers", "step", "exposed", "efficiency", f"{unit}/s", "MFU", "step, same batch", f"{unit}/s")
-    return _tabled(names, rows)
-
-
-def _errors(made: Plan) -> str:
-    rows = []
-    for errors in (made.multi_host, made.left_out):
-        cells = (
-            errors.what,
-            f"{errors.count}",
-            percent(errors.median),
-            percent(errors.worst),
-            percent(errors.baseline),
+        rows.append(
+            [
+                f"{each.workers:,}",
+                milliseconds(1e3 * each.times.step_s),
+                milliseconds(1e3 * each.times.exposed_s),
+                percent(each.efficiency),
+                number(each.units_per_s),
+                percent(each.mfu),
+                milliseconds(1e3 * same.times.step_s) if same else "",
+                number(same.units_per_s) if same else "",
+            ]
         )
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-        for source, error in errors.series.items():
-            rows.append(f"<tr><td>&emsp;{escape(source)}</td><td></td><td>{percent(error)}</td><td></td><td></td></tr>")
-    return _tabled(("published runs", "runs", "median", "worst", "constant efficiency"), rows)
+    return rows
 
 
-def _tabled(names: Sequence[str], rows: Sequence[str]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+def errors(made: Plan) -> list[list[str]]:
+    """How far predictions of published runs were off, its first row the names: on the page and in a terminal."""
+    rows = [["published runs", "runs", "median", "worst", "constant efficiency"]]
+    for each in (made.multi_host, made.left_out):
+        rows.append([each.what, str(each.count), percent(each.median), percent(each.worst), percent(each.baseline)])
+        rows += [[f"  {source}", "", percent(error), "", ""] for source, error in each.series.items()]
+    return rows
+
+
+def _tabled(rows: Sequence[Sequence[str]]) -> str:
+    """A table, whose first row has the names of its columns; what is indented in a terminal is so here."""
+    cells = [[escape(cell).replace("  ", "&emsp;") for cell in row] for row in rows]
+    head = "".join(f"<th>{cell}</th>" for cell in cells[0])
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells[1:])
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

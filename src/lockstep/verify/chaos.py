@@ -1,36 +1,34 @@
 """`lockstep verify --chaos`: does a training with `lockstep.Trainer` end in the same bits, undisturbed and under kills?
 
-The script runs twice as under `lockstep run --elastic`, each worker with a recorder beside it: `python -m
-lockstep.verify.chaos FOLDER ...`, the second half of this file. The first run says how many steps there are. Then the
-kills are drawn: after which step, which rank, and how far into the next; there the worker kills itself, from a thread
-that knows nothing of what the training does at that moment. The next kill waits for the replacement to be let in.
+The script runs twice as under `lockstep run --elastic`, each worker with a recorder beside it, the second half of this
+file. The first run says how many steps there are. Then the kills are drawn: after which step, which rank, and how far
+into the next; there the worker kills itself, from a thread that knows nothing of what the training does at that moment.
+The next kill waits for the replacement to be let in.
 
 If the two end differently, the undisturbed run is made once more: a script may not even repeat its own bits.
 """
 
-import argparse
 import contextlib
-import hashlib
 import json
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UsageError, WorkerFailed
-from lockstep.start import command, host
+from lockstep.errors import UsageError
+from lockstep.start import command
 from lockstep.start.elastic import DEFAULT_RESTARTS, Elastic
-from lockstep.verify.session import Interrupted
+from lockstep.verify.session import VerifiedScript
 
 RUN = "{run}"
 """Stands in the script's arguments for a word that is another one in each run."""
+_KILLS = "kills.json"
 _REPLACED_WITHIN_S = 120.0
 """How long the training waits for the replacement of a killed worker before it goes on without."""
 
@@ -45,20 +43,6 @@ class Kill:
     """The worker's, by then."""
     part: float
     """How far into the next step, in lengths of the last one."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChaosRequest:
-    """What is to be verified."""
-
-    script: str
-    args: Sequence[str]
-    workers: int
-    kills: int = 10
-    seed: int = 0
-    as_module: bool = False
-    threads: int | None = None
-    shows_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,35 +71,21 @@ class ChaosVerdict:
         """Whether all tensors have the same bits at the end."""
         return self.quiet.final == self.storm.final
 
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether the script comes to the same bits twice, as far as that is known."""
-        return self.again is None or self.again.final == self.quiet.final
 
-
-def checked(request: ChaosRequest) -> ChaosRequest:
-    """`request`; raises LaunchError or UsageError if it cannot be right."""
-    command.python_command(request.script, request.args, as_module=request.as_module)
-    if request.workers < 2:
-        raise UsageError(f"{request.workers} workers: somebody has to outlive a kill, so give 2 or more.")
-    if request.kills < 1:
-        raise UsageError(f"--kills {request.kills}: give 1 or more.")
-    return request
-
-
-def verify(request: ChaosRequest, announce: Callable[[str], None]) -> ChaosVerdict:
+def verify(script: VerifiedScript, kills: int, seed: int, announce: Callable[[str], None]) -> ChaosVerdict:
     """Run, kill, compare. Raises WorkerFailed if the script fails, UsageError if it makes no steps of a Trainer."""
+    command.python_command(script.path, script.args, as_module=script.as_module)  # Refuses one that is not there.
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as folder:
-        announce(f"running on {request.workers} workers, undisturbed")
-        quiet = _run(request, Path(folder, "undisturbed"), [])
-        kills = draw(request.kills, max(quiet.steps), request.workers, request.seed)
-        announce(f"running on {request.workers} workers, {len(kills)} of which are killed on the way")
-        storm = _run(request, Path(folder, "killed"), kills)
+        announce(f"running on {script.workers} workers, undisturbed")
+        quiet = _run(script, Path(folder, "undisturbed"), [])
+        drawn = draw(kills, max(quiet.steps), script.workers, seed)
+        announce(f"running on {script.workers} workers, {len(drawn)} of which are killed on the way")
+        storm = _run(script, Path(folder, "killed"), drawn)
         verdict = ChaosVerdict(quiet, storm)
         if verdict.is_same:
             return verdict
         announce("once more undisturbed: does the script repeat its own bits?")
-        return ChaosVerdict(quiet, storm, _run(request, Path(folder, "again"), []))
+        return ChaosVerdict(quiet, storm, _run(script, Path(folder, "again"), []))
 
 
 def draw(count: int, num_steps: int, workers: int, seed: int) -> list[Kill]:
@@ -126,28 +96,16 @@ def draw(count: int, num_steps: int, workers: int, seed: int) -> list[Kill]:
     return [Kill(2 * place, chance.randrange(workers), chance.uniform(0.0, 1.2)) for place in chosen]
 
 
-def _run(request: ChaosRequest, folder: Path, kills: list[Kill]) -> ChaosRun:
+def _run(script: VerifiedScript, folder: Path, kills: list[Kill]) -> ChaosRun:
     folder.mkdir()
-    (folder / "kills.json").write_text(json.dumps([asdict(kill) for kill in kills]))
-    flags = [*(["--module"] if request.as_module else []), *(["--show"] if request.shows_output else [])]
-    args = [word.replace(RUN, folder.name) for word in request.args]
-    outcome = command.run(
-        [sys.executable, "-m", "lockstep.verify.chaos", *flags, str(folder), request.script, *args],
-        workers=request.workers,
-        threads=host.num_threads(request.threads, request.workers, os.environ),
-        elastic=Elastic(max_restarts=len(kills) + DEFAULT_RESTARTS),
-    )
-    if outcome.signum:
-        raise Interrupted(outcome.status)
-    if outcome.failure is not None:
-        raise WorkerFailed(
-            f"{request.script} failed in the run {folder.name!r}: worker {outcome.failure.rank} ({outcome.failure}); "
-            f"its last words:\n{outcome.failure.stderr}"
-        )
+    (folder / _KILLS).write_text(json.dumps([asdict(kill) for kill in kills]))
+    elastic = Elastic(max_restarts=len(kills) + DEFAULT_RESTARTS)
+    args = [word.replace(RUN, folder.name) for word in script.args]
+    script.run(script.workers, folder, 0, args, "--chaos", elastic=elastic)
     found = _read(folder)
     if not found.steps or not found.final:
         raise UsageError(
-            f"{request.script} did not come to its end with a step of a lockstep.Trainer. Only that can go on without "
+            f"{script.path} did not come to its end with a step of a lockstep.Trainer. Only that can go on without "
             "a worker. Give the script the arguments with which it trains."
         )
     if min(found.steps) > 1:
@@ -174,17 +132,17 @@ def _read(folder: Path) -> ChaosRun:
 # In the workers
 
 
-@dataclass(slots=True)
 class Recorder:
     """Beside the training of one worker: notes what it comes to, and kills it where that is its turn."""
 
-    folder: Path
-    kills: list[Kill]
-    trainers: list[Any] = field(default_factory=list)
-    _most: int = 0
-    """The most workers that there have been."""
-    _step_s: float = 0.0
-    _has_ended: bool = False
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kills = [Kill(**each) for each in json.loads((folder / _KILLS).read_text())]
+        self.trainers: list[Any] = []
+        self._most = 0
+        """The most workers that there have been."""
+        self._step_s = 0.0
+        self._has_ended = False
 
     def install(self) -> None:
         """From now on, every trainer is recorded."""
@@ -239,7 +197,13 @@ class Recorder:
         hashes = {"the loss": float(result.loss).hex()}
         if not any(param.is_meta or not param.numel() for param in trainer.module.parameters()):
             hashes |= hashes_of(dict([*trainer.module.named_parameters(), *trainer.module.named_buffers()]))
-        _append(self.folder / "steps.jsonl", json.dumps([result.step, hashes]))
+        with (self.folder / "steps.jsonl").open("ab", buffering=0) as file:  # Whole: no other worker's comes between.
+            file.write(json.dumps([result.step, hashes]).encode() + b"\n")
+
+    def save(self, _folder: Path) -> None:
+        """The script has ended well: not at exit, where a worker that loses another can open no group."""
+        if self.trainers:
+            self.end(self.trainers[0].world)
 
     def end(self, world: Any) -> None:
         """The script is over: note the tensors of every trainer. All workers that are there come to this."""
@@ -259,50 +223,8 @@ class Recorder:
 
 
 def hashes_of(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """A short hash of each tensor's bytes, its shape and its dtype."""
-    import torch
+    """What stands for all bits of each tensor, its shape and its dtype."""
+    from lockstep.replica.fingerprint import fingerprints
 
-    hashes = {}
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        content = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        mark = f"{tuple(plain.shape)} {plain.dtype}".encode()
-        hashes[name] = hashlib.blake2b(mark + content, digest_size=12).hexdigest()
-    return hashes
-
-
-def _append(path: Path, line: str) -> None:
-    """Add a line, whole: no other worker's comes between."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        os.write(fd, line.encode() + b"\n")
-    finally:
-        os.close(fd)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the script to its end with a recorder beside it; returns the exit code."""
-    from lockstep import seeds
-    from lockstep.verify import worker
-
-    parser = argparse.ArgumentParser(prog="lockstep.verify.chaos")
-    parser.add_argument("--show", action="store_true")
-    parser.add_argument("--module", action="store_true")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("script")
-    parser.add_argument("args", nargs=argparse.REMAINDER)
-    args = parser.parse_args(argv)
-    seeds.seed_everything(worker.SEED)
-    kills = [Kill(**each) for each in json.loads((args.folder / "kills.json").read_text())]
-    recorder = Recorder(args.folder, kills)
-    recorder.install()
-    if not args.show:
-        worker.discard_stdout()
-    status = worker.run_script(args.script, args.args, as_module=args.module)
-    if not status and recorder.trainers:  # Not at exit, where a worker that loses another can open no group.
-        recorder.end(recorder.trainers[0].world)
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    numbers = zip(tensors.items(), fingerprints(list(tensors.values())), strict=True)
+    return {name: f"{number:x} {tuple(tensor.shape)} {tensor.dtype}" for (name, tensor), number in numbers}

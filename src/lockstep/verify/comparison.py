@@ -125,11 +125,6 @@ class Comparison:
         """The largest difference of all."""
         return max(self.differences, key=lambda each: each.relative, default=None)
 
-    @property
-    def is_bit_identical(self) -> bool:
-        """Whether all of them are equal to the bit."""
-        return all(each.same_bits for each in self.differences)
-
     def _compared(self) -> Iterator[TensorDifference]:
         initial = [record.initial for record in self.many.records]
         yield from self._measured(0, "initial weight", self.one.records[0].initial, initial)
@@ -145,7 +140,10 @@ class Comparison:
             yield from self._measured(number, "weight", one.weights, weights, certain)
             # A vague bias moves the running mean of the batch norm after it.
             drift = sum(
-                max(_gap(one.weights.get(name), other, mask) for _, other in self._versions(name, weights))
+                max(
+                    _gap(one.weights.get(name), other, mask)
+                    for _, other in _versions(name, weights, self.many.is_split)
+                )
                 for name, mask in vague.items()
             )
             yield from self._measured(number, "buffer", one.buffers, buffers, drift=drift)
@@ -162,7 +160,7 @@ class Comparison:
     ) -> Iterator[TensorDifference]:
         usual = _usual(alone)
         for name in dict.fromkeys([*alone, *(name for sketches in together for name in sketches)]):
-            mine, versions = alone.get(name), self._versions(name, together)
+            mine, versions = alone.get(name), _versions(name, together, self.many.is_split)
             is_same = mine is not None and all(other is not None and same_bits(mine, other) for _, other in versions)
             relative, worker = max(
                 (_relative(mine, other, usual, drift, certain.get(name)), worker) for worker, other in versions
@@ -177,15 +175,12 @@ class Comparison:
         Keys' biases in attention are such, and biases before a batch norm.
         """
         for name, mine in alone.items():
-            for _, other in self._versions(name, together):
+            for _, other in _versions(name, together, self.many.is_split):
                 if other is None or len(other.sample) != len(mine.sample) or same_bits(mine, other):
                     continue
                 size = np.maximum(np.abs(mine.sample), np.abs(other.sample))
                 found = np.abs(mine.sample - other.sample) > self.tolerance(step) * size
                 vague[name] = vague.get(name, False) | found
-
-    def _versions(self, name: str, together: Sequence[Sketches]) -> list[tuple[int, Sketch | None]]:
-        return _versions([sketches.get(name) for sketches in together], self.many.is_split)
 
 
 def disagreeing(among: Sequence[Sketches], is_split: bool = False) -> list[str]:
@@ -195,15 +190,16 @@ def disagreeing(among: Sequence[Sketches], is_split: bool = False) -> list[str]:
     """
     found = []
     for name in dict.fromkeys(name for sketches in among for name in sketches):
-        versions = [each for _, each in _versions([sketches.get(name) for sketches in among], is_split)]
+        versions = [each for _, each in _versions(name, among, is_split)]
         whole = [each for each in versions if each is not None]
         if len(whole) < len(versions) or not all(same_bits(whole[0], each) for each in whole):
             found.append(name)
     return found
 
 
-def _versions(held: Sequence[Sketch | None], is_split: bool) -> list[tuple[int, Sketch | None]]:
+def _versions(name: str, among: Sequence[Sketches], is_split: bool) -> list[tuple[int, Sketch | None]]:
     """A tensor as each worker has it; where it is split, what the workers' pieces make together."""
+    held = [sketches.get(name) for sketches in among]
     there = [(worker, each) for worker, each in enumerate(held) if each is not None]
     if not is_split or not there:
         return list(enumerate(held))

@@ -50,7 +50,9 @@ def mismatch(one: RecordedRun, many: RecordedRun, num_steps: int) -> Mismatch | 
         (alone,), together = samples(one, number), samples(many, number)
         if not alone or not any(together):
             continue
-        kind = _kind(alone, together, _seen_before(one, many, number), _share_any(many, num_steps))
+        parts = [part for run in (one, many) for step in range(number) for part in samples(run, step)]
+        before = {sample for part in parts for sample in part}
+        kind = _kind(alone, together, before, _share_any(many, num_steps))
         if kind is not None:
             everybody = Counter(sample for part in together for sample in part)
             repeated = (everybody - Counter(alone)).total()
@@ -81,11 +83,6 @@ def _kind(alone: list[str], together: list[list[str]], before: set[str], shares_
     if overlap:
         return SampleMismatch.OVERLAP
     return SampleMismatch.LEFT_OUT if not extra else SampleMismatch.OTHER
-
-
-def _seen_before(one: RecordedRun, many: RecordedRun, number: int) -> set[str]:
-    parts = [part for run in (one, many) for step in range(number) for part in samples(run, step)]
-    return {sample for part in parts for sample in part}
 
 
 def _share_any(many: RecordedRun, num_steps: int) -> bool:

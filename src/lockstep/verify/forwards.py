@@ -4,7 +4,6 @@ Lives in a worker's process that was started to verify a script, and in no other
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,34 +13,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep import weight as weights
 from lockstep import world as worlds
 from lockstep.data import tree
+from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.verify import switched_off, tensors
-from lockstep.verify.worker_record import Forward, WorkerRecord
-
-
-@dataclass(slots=True)
-class ForwardsOfStep:
-    """The forward passes of one step, as they come."""
-
-    passes: list[Forward] = field(default_factory=list)
-    callers: list[nn.Module | None] = field(default_factory=list)
-    """Of each pass the module, where no model is wrapped: a script may wrap on several workers only."""
-    drops: bool = False
-    """Whether dropout would have been in use."""
-    draws: bool = False
-    """Whether random numbers were drawn between a forward pass and its backward pass."""
-
-    def unwrapped_model(self) -> nn.Module | None:
-        """The largest model without a wrapper, if none was wrapped: its parts may have been called by themselves."""
-        if None in self.callers:
-            return None
-        sizes = {each: len(list(each.parameters())) for each in self.callers if each is not None}
-        return max(sizes, key=lambda each: sizes[each], default=None)
-
-    def of_model(self) -> list[Forward]:
-        """The passes of wrapped models, or of the largest where none is wrapped."""
-        model = self.unwrapped_model()
-        return [forward for forward, caller in zip(self.passes, self.callers, strict=True) if caller is model]
+from lockstep.verify.worker_record import Forward, RecordedStep, WorkerRecord
 
 
 class ForwardRecorder:
@@ -54,7 +29,10 @@ class ForwardRecorder:
         self._record = record
         self._models = models
         self._in_float64 = in_float64
-        self._step = ForwardsOfStep()
+        self._step = RecordedStep()
+        """What the forward passes of this step are recorded in."""
+        self._callers: list[nn.Module | None] = []
+        """Of each pass the module, where no model is wrapped: a script may wrap on several workers only."""
         self._drops_inside = False
         """Whether a model has dropout inside its recurrent networks."""
         self._begun: tuple[torch.device, tuple[str, str]] | None = None
@@ -87,10 +65,18 @@ class ForwardRecorder:
             device, states = self._begun
             self._step.draws |= _random_states(device) != states
 
-    def end_step(self) -> ForwardsOfStep:
-        """What the step that ends here has seen."""
-        ended, self._step = self._step, ForwardsOfStep()
-        return ended
+    def end_step(self, step: RecordedStep) -> nn.Module | None:
+        """Note in `step`, which ends here, the passes of wrapped models; or those of the largest where none is wrapped.
+
+        Returns that one: its parts may have been called by themselves.
+        """
+        sizes = {each: len(list(each.parameters())) for each in self._callers if each is not None}
+        model = None if None in self._callers else max(sizes, key=lambda each: sizes[each], default=None)
+        passes = zip(self._step.forwards, self._callers, strict=True)
+        step.forwards = [forward for forward, caller in passes if caller is model]
+        step.drops, step.draws = self._step.drops, self._step.draws
+        self._step, self._callers = RecordedStep(), []
+        return model
 
     def _before_wrapper(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         self._outermost = model
@@ -152,8 +138,8 @@ class ForwardRecorder:
         size = int(weight.value) if weight is not None and weight.total is not None else None
         self._begun = device, _random_states(device)
         self._step.drops |= self._drops_inside
-        self._step.passes.append(Forward(tensors.digests(inputs, size), random_state, bypassed))
-        self._step.callers.append(caller)
+        self._step.forwards.append(Forward(tensors.digests(inputs, size), random_state, bypassed))
+        self._callers.append(caller)
         self._see_precision(device)
 
     def _see_precision(self, device: torch.device) -> None:
@@ -163,11 +149,16 @@ class ForwardRecorder:
             self._record.see_epsilon(2.0**-11)
 
     def _see_batch_norms(self, model: DataParallel) -> None:
-        known = self._record.batch_norms
         if self._record.is_sharded:
             return  # They use the statistics of each shard, on any number of workers.
-        self._record.is_coupled |= tensors.has_synced_batch_norm(model)
-        known.extend(name for name in tensors.batch_norms(model) if name not in known)
+        known = self._record.batch_norms
+        for name, module in model.module.named_modules():
+            if not module.training:
+                continue
+            if isinstance(module, SyncBatchNorm | nn.SyncBatchNorm):
+                self._record.is_coupled = True
+            elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+                known += {name or type(module).__name__} - set(known)
 
 
 def _random_states(device: torch.device) -> tuple[str, str]:

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UsageError, WorkerFailed
 from lockstep.start import command, host
-from lockstep.start.failure import Failure
 from lockstep.verify import worker_record
 from lockstep.verify.causes import BATCH_NORM, Cause
 from lockstep.verify.causes import find as find_causes
 from lockstep.verify.comparison import Comparison, RecordedRun
+from lockstep.watching.number_format import counted
 
 
 class VerdictKind(Enum):
@@ -59,94 +60,101 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyRequest:
-    """What is to be verified."""
+class VerifiedScript:
+    """The script that is verified, and how each of its runs is started."""
 
-    script: str
+    path: str
     args: Sequence[str]
     workers: int
-    steps: int
     as_module: bool = False
     threads: int | None = None
     """Compute threads of each worker, in all runs: their number changes the bits of sums."""
     shows_output: bool = False
 
+    def run(self, size: int, folder: Path, steps: int, args: Sequence[str], *options: str, **how: Any) -> None:
+        """Run it on `size` workers, with a recorder beside each that writes into `folder`: see worker.py.
 
-def verify(request: VerifyRequest, announce: Callable[[str], None]) -> TrainingVerdict:
+        options: of the recorder. how: to be run, as `start.command.run` takes it. Raises WorkerFailed if it fails, and
+        Interrupted at a signal.
+        """
+        flags = [*options, *(["--module"] if self.as_module else []), *(["--show"] if self.shows_output else [])]
+        outcome = command.run(
+            [sys.executable, "-m", "lockstep.verify.worker", *flags, str(folder), str(steps), self.path, *args],
+            workers=size,
+            threads=host.num_threads(self.threads, self.workers, os.environ),
+            **how,
+        )
+        if outcome.signum:
+            raise Interrupted(outcome.status)
+        failure = outcome.failure
+        if failure is None:
+            return
+        where = f"{self.path} failed on {counted(size, 'worker')}"
+        if size == 1:  # It had the terminal to itself.
+            raise WorkerFailed(f"{where} ({failure}); what it said is above.")
+        what = f"{where}: worker {failure.rank} failed first ({failure})"
+        raise WorkerFailed(
+            f"{what}; its last words:\n{failure.stderr}" if failure.stderr else f"{what}; it said nothing on stderr."
+        )
+
+
+def verify(script: VerifiedScript, steps: int, announce: Callable[[str], None]) -> TrainingVerdict:
     """Run, compare, judge. `announce` is told what is done next.
 
     Raises LaunchError or UsageError if the request cannot be right, WorkerFailed if the script fails, UsageError if it
     makes no step, Interrupted at a signal.
     """
-    command.python_command(request.script, request.args, as_module=request.as_module)
-    if request.workers < 2:
-        raise UsageError(f"{request.workers} workers: one is compared with several, so give 2 or more.")
-    if request.steps < 1:
-        raise UsageError(f"{request.steps} steps cannot be compared: give 1 or more.")
+    command.python_command(script.path, script.args, as_module=script.as_module)  # Refuses one that is not there.
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        verdict = _judged(request, Path(folder), announce)
+        runs = _Runs(script, steps, Path(folder), announce)
+        verdict = runs.judged()
         if verdict.may_be_rounding:
             announce("once more, all in float64: is it rounding?")
             try:
-                verdict = with_float64(verdict, _judged(request, Path(folder) / "float64", announce, "--float64"))
+                verdict = with_float64(verdict, runs.judged("--float64"))
             except (WorkerFailed, UsageError) as error:
                 announce("the script does not run in float64")
                 verdict = replace(verdict, failure=str(error).splitlines()[-1])
     return verdict
 
 
-def _judged(request: VerifyRequest, folder: Path, announce: Callable[[str], None], *options: str) -> TrainingVerdict:
-    """What one comparison says, once it was tried whether syncing batch norm, where that may be it, mends it."""
-    one = _run(request, 1, folder / "one", announce, *options)
-    many = _run(request, request.workers, folder / "many", announce, *options)
-    verdict = judge(Comparison(one, many))
-    if any(cause.name == BATCH_NORM for cause in verdict.causes):
-        announce("once more, with lockstep.SyncBatchNorm in place of every batch norm")
-        try:
-            synced = _run(request, request.workers, folder / "synced", announce, "--sync-batch-norm", *options)
-            verdict = with_batch_norm_synced(verdict, Comparison(one, synced))
-        except WorkerFailed:
-            announce("the script does not run with SyncBatchNorm, so batch norm as the cause remains a guess")
-    return verdict
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """The runs of one verification."""
 
+    script: VerifiedScript
+    steps: int
+    folder: Path
+    announce: Callable[[str], None]
 
-def _run(
-    request: VerifyRequest, size: int, folder: Path, announce: Callable[[str], None], *options: str
-) -> RecordedRun:
-    folder.mkdir(parents=True)
-    who = "1 worker" if size == 1 else f"{size} workers"
-    announce(f"running on {who}")
-    flags = [*options, *(["--module"] if request.as_module else []), *(["--show"] if request.shows_output else [])]
-    outcome = command.run(
-        [
-            *(sys.executable, "-m", "lockstep.verify.worker", *flags),
-            *(str(folder), str(request.steps), request.script, *request.args),
-        ],
-        workers=size,
-        threads=host.num_threads(request.threads, request.workers, os.environ),
-    )
-    if outcome.signum:
-        raise Interrupted(outcome.status)
-    if outcome.failure is not None:
-        raise WorkerFailed(_failed(request.script, who, size, outcome.failure))
-    records = [worker_record.load(folder, rank) for rank in range(size)]
-    found = [each for each in records if each is not None]
-    if len(found) < size or not any(each.steps for each in found):
-        raise UsageError(
-            f"{request.script} made no step of a torch optimizer on {who}, so there is nothing to compare. Give it the "
-            "arguments with which it trains."
-        )
-    if not all(each.steps for each in found):
-        idle = next(each.rank for each in found if not each.steps)
-        raise UsageError(f"{request.script}: worker {idle} of {size} made no step, and others did. All have to.")
-    return RecordedRun(found)
+    def judged(self, *options: str) -> TrainingVerdict:
+        """What one comparison says, once it was tried whether syncing batch norm, where that may be it, mends it."""
+        one, many = self._run(1, *options), self._run(self.script.workers, *options)
+        verdict = judge(Comparison(one, many))
+        if any(cause.name == BATCH_NORM for cause in verdict.causes):
+            self.announce("once more, with lockstep.SyncBatchNorm in place of every batch norm")
+            try:
+                synced = self._run(self.script.workers, "--sync-batch-norm", *options)
+                verdict = with_batch_norm_synced(verdict, Comparison(one, synced))
+            except WorkerFailed:
+                self.announce("the script does not run with SyncBatchNorm, so batch norm as the cause remains a guess")
+        return verdict
 
-
-def _failed(script: str, who: str, size: int, failure: Failure) -> str:
-    if size == 1:  # It had the terminal to itself.
-        return f"{script} failed on {who} ({failure}); what it said is above."
-    what = f"{script} failed on {who}: worker {failure.rank} failed first ({failure})"
-    return f"{what}; its last words:\n{failure.stderr}" if failure.stderr else f"{what}; it said nothing on stderr."
+    def _run(self, size: int, *options: str) -> RecordedRun:
+        who = counted(size, "worker")
+        self.announce(f"running on {who}")
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        self.script.run(size, folder, self.steps, self.script.args, *options)
+        found = worker_record.load(folder)
+        if len(found) < size or not any(each.steps for each in found):
+            raise UsageError(
+                f"{self.script.path} made no step of a torch optimizer on {who}, so there is nothing to compare. Give "
+                "it the arguments with which it trains."
+            )
+        if not all(each.steps for each in found):
+            idle = next(each.rank for each in found if not each.steps)
+            raise UsageError(f"{self.script.path}: worker {idle} of {size} made no step, and others did. All have to.")
+        return RecordedRun(found)
 
 
 def judge(comparison: Comparison) -> TrainingVerdict:
@@ -163,7 +171,8 @@ def judge(comparison: Comparison) -> TrainingVerdict:
         found.append(length)
     if comparison.first is not None or found:
         return TrainingVerdict(VerdictKind.DIFFERENT, comparison, tuple(found))
-    return TrainingVerdict(VerdictKind.BIT_IDENTICAL if comparison.is_bit_identical else VerdictKind.EQUAL, comparison)
+    is_identical = all(each.same_bits for each in comparison.differences)
+    return TrainingVerdict(VerdictKind.BIT_IDENTICAL if is_identical else VerdictKind.EQUAL, comparison)
 
 
 def with_batch_norm_synced(verdict: TrainingVerdict, synced: Comparison) -> TrainingVerdict:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data import tree
-from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.replica.layout import in_memory_order, strides_of
 from lockstep.verify.worker_record import Sketch, Sketches, joined, positions, sketch
@@ -121,19 +120,6 @@ def hidden_state(number: int, model: DataParallel) -> Iterator[tuple[str, Tensor
                 yield full_name, torch.tensor(value, dtype=torch.float64)
             elif isinstance(value, Tensor) and value.numel() <= _HIDDEN_NUMEL and not value.is_meta:
                 yield full_name, value
-
-
-def has_synced_batch_norm(model: DataParallel) -> bool:
-    """Whether a batch norm in training looks at all workers' samples."""
-    return any(isinstance(each, SyncBatchNorm | nn.SyncBatchNorm) and each.training for each in model.module.modules())
-
-
-def batch_norms(model: DataParallel) -> Iterator[str]:
-    """Batch norms in training that do not look beyond their worker."""
-    for name, module in model.module.named_modules():
-        is_plain = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if is_plain and not isinstance(module, SyncBatchNorm | nn.SyncBatchNorm) and module.training:
-            yield name or type(module).__name__
 
 
 def _prefixed(number: int, name: str) -> str:

@@ -34,7 +34,7 @@ class TrainingRecorder:
     """The record of this worker, as it grows."""
 
     def __init__(self, rank: int, num_steps: int, *, syncs_batch_norm: bool = False, in_float64: bool = False) -> None:
-        """WorkerRecord `num_steps` steps.
+        """Record `num_steps` steps.
 
         syncs_batch_norm: convert every batch norm to SyncBatchNorm, to see whether that was the cause.
         in_float64: make models, and what goes into them, float64, to see whether rounding was the cause.
@@ -46,7 +46,6 @@ class TrainingRecorder:
         self._step = RecordedStep()
         self._forwards = ForwardRecorder(self.record, self._models, in_float64=in_float64)
         self._wrapped: list[weakref.ref[DataParallel]] = []
-        self._optimizers: list[Optimizer] = []
         self._outside: dict[int, tensors.TensorPlace] = {}
         """By id: where parameters belong that are in no wrapped model."""
         self._given: tuple[Tensor, float] | None = None
@@ -180,14 +179,11 @@ class TrainingRecorder:
         self._depth += 1
         if self._depth > 1:
             return
-        if not any(each is optimizer for each in self._optimizers):
-            self._optimizers.append(optimizer)
         world = worlds.current()
         self.record.is_joined = world is not None or dist.is_initialized()
         self.record.is_seeded |= world is not None and world.is_seeded  # By join(seed=...).
         self.record.is_split |= any(model._engine.parts is not None for model in self._models())
         step, owned = self._step, self._owned(optimizer)
-        step.optimizer = next(n for n, each in enumerate(self._optimizers) if each is optimizer)
         step.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         step.settings = [_settings(group) for group in optimizer.param_groups]
         step.grads = tensors.sketches_of([(place, param.grad) for place, param in owned if param.grad is not None])
@@ -200,12 +196,10 @@ class TrainingRecorder:
         if self._depth > 0:
             return
         step, self._step = self._step, RecordedStep()
-        seen = self._forwards.end_step()
-        step.forwards, step.drops, step.draws = seen.of_model(), seen.drops, seen.draws
+        unwrapped = self._forwards.end_step(step)
         if len(step.backwards) == 1:
             step.opening = {}
         step.weights = tensors.sketches_of(self._owned(optimizer))
-        unwrapped = seen.unwrapped_model()
         if unwrapped is not None:
             named = unwrapped.named_buffers()
             step.buffers |= {tensors.unprefixed(name): tensors.sketch_of(each) for name, each in named}

@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lockstep import seeds
-from lockstep.verify import worker_record
 from lockstep.verify.training_recorder import Enough, TrainingRecorder
 
 SEED = 0
@@ -21,32 +21,36 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the script until it ends or has made its steps, then write the record; returns the exit code."""
-    args = _arguments(argv)
-    recorder = TrainingRecorder(
-        int(os.environ.get("RANK", "0")), args.steps, syncs_batch_norm=args.sync_batch_norm, in_float64=args.float64
-    )
+    """Run the script until it ends or has made its steps, then have the recorder write; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="lockstep.verify.worker")
+    for flag in ("--chaos", "--sync-batch-norm", "--float64", "--show", "--module"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    args = parser.parse_args(argv)
+    recorder, record = _recorder(args)
     seeds.seed_everything(SEED)
     recorder.install()
     if not args.show:
         discard_stdout()
     status = run_script(args.script, args.args, as_module=args.module)
     if not status:
-        worker_record.save(recorder.record, args.folder)
+        record.save(args.folder)
     return status
 
 
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="lockstep.verify.worker")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("steps", type=int)
-    parser.add_argument("--sync-batch-norm", action="store_true")
-    parser.add_argument("--float64", action="store_true")
-    parser.add_argument("--show", action="store_true")
-    parser.add_argument("--module", action="store_true")
-    parser.add_argument("script")
-    parser.add_argument("args", nargs=argparse.REMAINDER)
-    return parser.parse_args(argv)
+def _recorder(args: argparse.Namespace) -> Any:
+    """What is beside the script, and what is saved if it ends well."""
+    if args.chaos:
+        from lockstep.verify import chaos
+
+        recorder = chaos.Recorder(args.folder)
+        return recorder, recorder
+    rank = int(os.environ.get("RANK", "0"))
+    training = TrainingRecorder(rank, args.steps, syncs_batch_norm=args.sync_batch_norm, in_float64=args.float64)
+    return training, training.record
 
 
 def discard_stdout() -> None:
@@ -69,20 +73,16 @@ def run_script(script: str, args: Sequence[str], *, as_module: bool) -> int:
     except Enough:
         return 0
     except SystemExit as left:
-        return _status(left)
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        print(left.code, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
     except Exception as error:
         traceback.print_exception(type(error), error, _scripts_own(error.__traceback__))
         return 1
     return 0
-
-
-def _status(left: SystemExit) -> int:
-    if left.code is None or isinstance(left.code, int):
-        return left.code or 0
-    print(left.code, file=sys.stderr)
-    return 1
 
 
 def _scripts_own(trace: TracebackType | None) -> TracebackType | None:

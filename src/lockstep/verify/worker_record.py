@@ -68,14 +68,14 @@ def sketch(values: NDArray[np.generic], bits: NDArray[np.generic], *, offset: in
     total = len(values) if numel < 0 else numel
     places = positions(total)
     first, end = np.searchsorted(places, [offset, offset + len(values)])
-    return Sketch(
-        total,
-        len(values),
-        _fingerprint(bits, offset),
-        _square(values),
-        int(first),
-        values[places[first:end] - offset].astype(np.float64),
-    )
+    fingerprint, square = 0, 0.0
+    for begin in range(0, len(values), _CHUNK):
+        part = slice(begin, begin + _CHUNK)
+        square += float(np.square(values[part], dtype=np.float64).sum())
+        at = np.arange(offset + begin, offset + min(begin + _CHUNK, len(values)), dtype=np.uint64)
+        fingerprint += int(_mixed(bits[part].astype(np.uint64), at).sum(dtype=np.uint64))
+    sample = values[places[first:end] - offset].astype(np.float64)
+    return Sketch(total, len(values), fingerprint % 2**64, square, int(first), sample)
 
 
 def joined(pieces: Sequence[Sketch]) -> Sketch:
@@ -113,23 +113,6 @@ def distance(one: Sketch, other: Sketch, among: Mask | None = None) -> float:
     spread = float(np.linalg.norm(mine[finite] - theirs[finite])) * math.sqrt(one.numel / max(1, len(one.sample)))
     norms = abs(one.norm - other.norm) if among is None else 0.0
     return max(spread, norms) if math.isfinite(norms) else spread
-
-
-def _square(values: NDArray[np.generic]) -> float:
-    total = 0.0
-    for begin in range(0, len(values), _CHUNK):
-        part = values[begin : begin + _CHUNK].astype(np.float64)
-        total += float(np.dot(part, part))
-    return total
-
-
-def _fingerprint(bits: NDArray[np.generic], offset: int) -> int:
-    total = 0
-    for begin in range(0, len(bits), _CHUNK):
-        part = bits[begin : begin + _CHUNK].astype(np.uint64)
-        places = np.arange(offset + begin, offset + begin + len(part), dtype=np.uint64)
-        total += int(_mixed(part, places).sum(dtype=np.uint64))
-    return total % 2**64
 
 
 def _mixed(bits: Bits, places: Bits) -> Bits:
@@ -177,8 +160,6 @@ class Backward:
 class RecordedStep:
     """One call of an optimizer's step, and what led to it."""
 
-    optimizer: int = 0
-    """Which optimizer, in the order in which they made their first step."""
     forwards: list[Forward] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -242,17 +223,12 @@ class WorkerRecord:
         """Numbers with this rounding error are computed with."""
         self.epsilon = max(self.epsilon, epsilon)
 
+    def save(self, folder: Path) -> None:
+        """Write it into `folder`, which nobody else can write to."""
+        (folder / f"record-{self.rank}.pickle").write_bytes(pickle.dumps(self))
 
-def save(record: WorkerRecord, folder: Path) -> None:
-    """Write `record` into `folder`, which nobody else can write to."""
-    (folder / f"record-{record.rank}.pickle").write_bytes(pickle.dumps(record))
 
-
-def load(folder: Path, rank: int) -> WorkerRecord | None:
-    """The record of worker `rank`; None if it has written none."""
-    path = folder / f"record-{rank}.pickle"
-    if not path.exists():
-        return None
-    record = pickle.loads(path.read_bytes())
-    assert isinstance(record, WorkerRecord)
-    return record
+def load(folder: Path) -> list[WorkerRecord]:
+    """The records that workers have written there, by rank."""
+    found: list[WorkerRecord] = [pickle.loads(path.read_bytes()) for path in folder.glob("record-*.pickle")]
+    return sorted(found, key=lambda record: record.rank)

@@ -7,7 +7,6 @@ Letters go through the world's store. Who writes what, one writer per key:
 
     letter/R/N   by worker R: its N-th letter, some records of steps. Worker 0 deletes it once read.
     state        by worker 0: the verdict, the summary, and how many letters of each worker it has read.
-    probe/R      by worker R, once: where its probes are answered.
 
 Why nothing can hang. There are no collective operations. The store is asked by a connection of this thread's own, so
 it never waits for the training thread, nor that for it. Keys are looked for (`check`) before they are read, so no read
@@ -24,6 +23,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -87,15 +87,6 @@ class StoreMail:
         state = json.loads(self._store.get("state"))
         self._num_unread = self._num_sent - state["read"][self._rank]
         return Known.from_json(state["known"])
-
-    def announce(self, address: str) -> None:
-        """Say where this worker's probes are answered."""
-        self._store.set(f"probe/{self._rank}", address)
-
-    def address(self, rank: int) -> str | None:
-        """Where those of `rank` are, if it has said so."""
-        key = f"probe/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 class Background:
@@ -198,23 +189,21 @@ class Background:
             return
         try:
             self._tell(is_last=False)
-            give_up = time.monotonic() + _CATCH_UP_S
-            while self._known.num_complete < self._newest and not self._is_over.is_set():
-                if time.monotonic() >= give_up:
-                    break
-                time.sleep(0.02)
-                self._learn()
+            self._learn_until(lambda: self._known.num_complete >= self._newest or self._is_over.is_set(), _CATCH_UP_S)
         finally:
             self._caught_up_at = time.monotonic()
             request.set()
 
     def _say_goodbye(self) -> None:
         """Worker 0 settles what is left, whoever has not told of it, when all have said their last or time is up."""
-        give_up = time.monotonic() + (_GRACE_S if self._waits_at_end else 0.0)
-        while not (self._collector.all_have_ended if self._collector is not None else self._known.is_last):
-            if time.monotonic() >= give_up:
-                break
+        collector = self._collector
+        have_ended = (lambda: self._known.is_last) if collector is None else (lambda: collector.all_have_ended)
+        self._learn_until(have_ended, _GRACE_S if self._waits_at_end else 0.0)
+        if collector is not None:
+            self._learn(at_end=True)
+
+    def _learn_until(self, is_known: Callable[[], bool], within_s: float) -> None:
+        give_up = time.monotonic() + within_s
+        while not is_known() and time.monotonic() < give_up:
             time.sleep(0.02)
             self._learn()
-        if self._collector is not None:
-            self._learn(at_end=True)

@@ -27,6 +27,7 @@ _MOST_USED, _LITTLE_USED = 0.006, 0.001
 _PACE_LOOKS_S = 5.0
 """How long is looked before the pace is changed."""
 _LARGEST_PACE = 1024
+_RATES = ("samples_per_s", "efficiency")
 _WARMUP = 3
 """The first steps are left out of the summary: they allocate, compile and count."""
 
@@ -198,8 +199,8 @@ class Collector:
             self._noise.see(notes, samples)
         first = step.workers[0]
         noted = {
-            "time": (first.begin + first.record.wall + self._network.calendar_ns) / 1e9,
-            "noise_scale": self._noise.value,
+            "time": (first.begin + first.record.wall + self._network.clock.calendar_ns) / 1e9,
+            "noise_scale": None if self._noise.value is None else float(f"{self._noise.value:.6g}"),
             **{name: _mean(name, notes, samples) for name in ("loss", "grad_norm", "lr")},
         }
         line = step_line(step, speed, late, noted, self._stragglers.text, self._began)
@@ -230,14 +231,15 @@ class _Means:
             times = {"wall": worker.record.wall, "hidden": worker.hidden, **worker.shares}
             for name, ns in times.items():
                 self._totals[f"{name}_ms"] += ns / 1e6 / len(step.workers)
-        for name in ("samples_per_s", "efficiency"):
-            value = getattr(speed, name)
-            self._totals[name] += math.nan if value is None else value
+        for name in _RATES:
+            # Of the mean step, as on the page of a run: slow steps count by how long they took.
+            self._totals[name] += 1 / value if (value := getattr(speed, name)) else math.nan
 
     def values(self) -> dict[str, Any]:
         """By the names of Summary's fields; a rate that was not known in every step is None."""
         means = {name: total / self._num_counted for name, total in self._totals.items()}
-        return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
+        rates = {name: 1 / means[name] if math.isfinite(means[name]) else None for name in _RATES if name in means}
+        return {**means, **rates}
 
 
 def _mean(name: str, notes: Mapping[int, Mapping[str, float]], samples: Mapping[int, float]) -> float | None:

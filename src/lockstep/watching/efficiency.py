@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.watching.step_record import CombinedStep
+from lockstep.watching.step_record import CombinedStep, in_flight
 
 _WINDOW = 20
 _PRODUCT_TRIES = 5
@@ -61,36 +61,17 @@ class SpeedTracker:
         batch = sum(samples) if all(samples) else None
         single = self.single_step_ns
         sent = sum(flight.num_bytes for flight in step.workers[0].record.flights)
+        first = step.workers[0]
+        busy = sum(end - start for start, end in in_flight(first.record, first.begin, step.launches))
+        flops = (self.flops_per_sample or 0.0) * (batch or 0.0)
         return StepSpeed(
             batch,
             batch / seconds if batch and seconds else None,
             min(1.0, single / step.wall) if single and step.wall else None,
             sent,
-            self._bus(step, sent),
-            self._mfu(batch, seconds),
+            2 * (self._size - 1) / self._size * sent / busy if self._size > 1 and sent and busy else None,
+            flops / seconds / (self._peak_flops * self._size) if flops and seconds and self._peak_flops else None,
         )
-
-    def _bus(self, step: CombinedStep, sent: int) -> float | None:
-        busy = time_in_flight(step)
-        if self._size < 2 or not sent or not busy:
-            return None
-        return 2 * (self._size - 1) / self._size * sent / busy
-
-    def _mfu(self, batch: float | None, seconds: float) -> float | None:
-        if not (self.flops_per_sample and self._peak_flops and batch and seconds):
-            return None
-        return self.flops_per_sample * batch / seconds / (self._peak_flops * self._size)
-
-
-def time_in_flight(step: CombinedStep) -> float:
-    """Nanoseconds in which some bucket that all have launched was on its way, as the first worker saw it arrive."""
-    first = step.workers[0]
-    busy, until = 0.0, 0.0
-    for launched, flight in zip(step.launches, first.record.flights, strict=False):
-        arrived = first.begin + flight.reduced
-        busy += max(0, arrived - max(launched, until))
-        until = max(until, arrived)
-    return busy
 
 
 # Arithmetic
@@ -142,19 +123,12 @@ def measured_peak(module: nn.Module, device: torch.device) -> float | None:
     side = 4096 if device.type == "cuda" else 512
     with contextlib.suppress(RuntimeError), torch.no_grad():
         a = torch.ones(side, side, device=device, dtype=dtype)
-        torch.mm(a, a)
-        return max(2.0 * side**3 / _product_seconds(a) for _ in range(_PRODUCT_TRIES))
+        _product_seconds(a)
+        return 2.0 * side**3 / min(_product_seconds(a) for _ in range(_PRODUCT_TRIES))
     return None
 
 
 def _product_seconds(a: torch.Tensor) -> float:
-    if a.is_cuda:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        torch.mm(a, a)
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
     before = time.perf_counter()
-    torch.mm(a, a)
+    torch.mm(a, a)[0, 0].item()  # Waits for it: on a GPU some hundredths of the milliseconds that it takes.
     return time.perf_counter() - before

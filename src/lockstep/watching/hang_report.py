@@ -4,9 +4,7 @@ The report names who has not come, what the others wait for, what everybody does
 """
 
 import enum
-import json
 import os
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -197,29 +195,10 @@ class Waited:
     """The parameters in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class HangReport:
-    """A hang, as it is printed and kept."""
-
-    waited: Waited
-    missing: tuple[int, ...]
-    """Ranks of the workers that the others wait for."""
-    summary: str
-    """What was found, in one line."""
-    text: str
-    """The same in full."""
-
-    def write(self, path: Path) -> None:
-        """Keep it as JSON; the file appears whole."""
-        waited = {"step": self.waited.step, "bucket": self.waited.bucket, "params": self.waited.params}
-        fields = {"time": time.time(), **waited, "missing": self.missing, "text": self.text}
-        whole = path.with_suffix(".tmp")
-        whole.write_text(json.dumps(fields, indent=1))
-        whole.replace(path)
-
-
-def make_report(waited: Waited, verdict: HangVerdict, accounts: Sequence[Account], folder: Path | None) -> HangReport:
-    """The report, in words. `folder`: where the workers' stacks are written, if anywhere."""
+def make_report(
+    waited: Waited, verdict: HangVerdict, accounts: Sequence[Account], folder: Path | None
+) -> tuple[str, str]:
+    """The hang in one line, and in full. `folder`: where the workers' stacks are written, if anywhere."""
     missing = set(verdict.missing)
     ordered = sorted(accounts, key=lambda account: (account.peer.rank not in missing, account.peer.rank))
     head = _head(verdict, accounts)
@@ -237,7 +216,7 @@ def make_report(waited: Waited, verdict: HangVerdict, accounts: Sequence[Account
     lines.append(f"  stacks of all threads: {where}")
     lines.append(f"  what to do: {_advice(verdict, accounts)}")
     missing_first = [f"Worker {account.peer.rank}: {_line(account)}." for account in ordered[: min(4, len(missing))]]
-    return HangReport(waited, verdict.missing, " ".join([head, *missing_first]), "\n".join(lines))
+    return " ".join([head, *missing_first]), "\n".join(lines)
 
 
 def _difference(verdict: HangVerdict) -> str:

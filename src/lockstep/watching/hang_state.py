@@ -138,11 +138,8 @@ class Look:
         self._still_s = still_s
         """How long the main thread has to stand still before the device is asked."""
         self.see(model)
-        self._moment: Any = None
-        """What changes with every move of the worker, and since when it has not."""
-        self._moment_since = time.monotonic()
-        self._wait: Any = None
-        self._wait_since = time.monotonic()
+        self._moment, self._wait = _Unchanged(), _Unchanged()
+        """What changes with every move of the worker, and what it waits in."""
         self._queued: tuple[QueuedCall, ...] = ()
         """What was read for the wait that began then."""
         self._queued_since = 0.0
@@ -159,9 +156,7 @@ class Look:
         progress = reducer.progress() if reducer is not None else PassProgress()
         calls = _call_counts()
         spot = main_thread_spot()
-        moment = (progress.step, progress.num_launched, progress.phase)
-        if self._moment != moment:
-            self._moment, self._moment_since = moment, now
+        moment_since = self._moment.since((progress.step, progress.num_launched, progress.phase), now)
         waits, since = self._waits(spot, calls, now)
         return WorkerState(
             rank=self._world.peers.me.rank,
@@ -169,7 +164,7 @@ class Look:
             time_s=time.time(),
             step=progress.step,
             phase=progress.phase,
-            phase_s=now - self._moment_since,
+            phase_s=now - moment_since,
             launched=progress.num_launched,
             num_buckets=progress.num_buckets,
             bucket=int(found[1]) if (found := _BUCKET.match(waits)) else -1,
@@ -191,15 +186,16 @@ class Look:
         """What the worker waits in, or nothing, and since when."""
         for peers in self._peers:
             if (waits := peers.waits) is not None:
-                self._wait = None
+                self._wait.since(None, now)
                 doing, since = waits
                 return doing if isinstance(doing, str) else doing(), since
         found = spot.collective or ("an operation that it started before" if spot.awaits_work else "")
-        if self._wait != (found, spot.at, spot.depth, calls):
-            self._wait, self._wait_since = (found, spot.at, spot.depth, calls), now
-        if not found and now - self._wait_since > self._still_s and _is_busy(self._world.device):
+        since = self._wait.since((found, spot.at, spot.depth, calls), now)
+        device = self._world.device
+        is_on_gpu = device.type == "cuda" and now - since > self._still_s
+        if not found and is_on_gpu and not torch.cuda.default_stream(device).query():
             found = "a read of what the device has not come to"
-        return found, self._wait_since
+        return found, since
 
     def _last_calls(self, since: float) -> tuple[QueuedCall, ...]:
         """What NCCL was given before this wait: at once without lines, which follow when they have been read."""
@@ -214,9 +210,18 @@ class Look:
             self._queued = found
 
 
-def _is_busy(device: torch.device) -> bool:
-    """Whether a GPU has not come to the end of what was queued on it."""
-    return device.type == "cuda" and not torch.cuda.default_stream(device).query()
+class _Unchanged:
+    """Since when something has not changed."""
+
+    def __init__(self) -> None:
+        self._value: Any = None
+        self._since = time.monotonic()
+
+    def since(self, value: Any, now: float) -> float:
+        """Take what it is now."""
+        if self._value != value:
+            self._value, self._since = value, now
+        return self._since
 
 
 def _call_counts() -> dict[str, int]:

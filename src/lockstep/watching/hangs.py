@@ -18,25 +18,17 @@ import atexit
 import contextlib
 import dataclasses
 import faulthandler
+import json
 import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from lockstep.comm.peers import Peer
 from lockstep.replica.data_parallel import DataParallel
-from lockstep.watching.hang_report import (
-    STANDS,
-    Account,
-    HangReport,
-    HangVerdict,
-    Waited,
-    awaited,
-    judge,
-    make_report,
-)
+from lockstep.watching.hang_report import STANDS, Account, HangVerdict, Waited, awaited, judge, make_report
 from lockstep.watching.hang_state import THREAD_NAME, Look, WorkerState, all_stacks
 from lockstep.watching.heartbeats import Heartbeats
 from lockstep.world import World
@@ -165,9 +157,7 @@ class Hangs:
             running = [a.peer.rank for a in accounts if a.process and a.process not in STANDS]
             is_mine = self._peers.me.rank == min(running, default=self._peers.me.rank)
         if is_mine:
-            found = self._report(judge(accounts, hears=hears), accounts)
-            self._writer.report(found)
-            beats.publish(found.summary)
+            beats.publish(self._report(judge(accounts, hears=hears), accounts))
 
     # What is known
 
@@ -185,13 +175,16 @@ class Hangs:
         has_answered = state.answers >= beats.claimed > 0
         return Account(peer, state, max(age_s, 0.1) if is_late and not has_answered else 0.0, process)
 
-    def _report(self, verdict: HangVerdict, accounts: list[Account]) -> HangReport:
+    def _report(self, verdict: HangVerdict, accounts: list[Account]) -> str:
+        """Write it; returns it in one line."""
         mine = self._latest
         step, place = awaited(verdict, accounts)
         num_bytes, params = self._look.bucket(place)
         bucket = place if 0 <= place < mine.num_buckets else None
         waited = Waited(step, mine.waits_s, bucket, mine.num_buckets, num_bytes, params)
-        return make_report(waited, verdict, accounts, self._writer.folder)
+        summary, text = make_report(waited, verdict, accounts, self._writer.folder)
+        self._writer.report(text, {"step": step, "bucket": bucket, "params": params, "missing": verdict.missing})
+        return summary
 
 
 class _WaitTimer:
@@ -257,12 +250,14 @@ class HangWriter:
             self._printed = shown
             _print(f"{head}{shown}".rstrip())
 
-    def report(self, report: HangReport) -> None:
-        """The report, for all workers."""
-        _print(report.text)
+    def report(self, text: str, facts: dict[str, Any]) -> None:
+        """The report, for all workers; the file appears whole."""
+        _print(text)
         if self.folder is not None:
             with contextlib.suppress(OSError):
-                report.write(self.folder / "hang.json")
+                whole = self.folder / "hang.tmp"
+                whole.write_text(json.dumps({"time": time.time(), **facts, "text": text}, indent=1))
+                whole.replace(self.folder / "hang.json")
 
     def close(self) -> None:
         """Leave no file without a word in it."""

@@ -112,16 +112,11 @@ class Heartbeats:
         calls = int(store.add("calls", 0))
         has_news, self.calls = calls > self.calls, calls
         if self._gathers:
-            self.states = self._read_states()
+            keys = {rank: f"state/{rank}" for rank in self._ranks}
+            there = {rank: key for rank, key in keys.items() if store.check([key])}
+            self.states = {rank: WorkerState.unpack(store.get(key)) for rank, key in there.items()}
         elif calls and store.check(["report"]):
             text = store.get("report").decode()
             if text != self.report[0]:
                 self.report = (text, time.monotonic())
         return has_news
-
-    def _read_states(self) -> dict[int, WorkerState]:
-        """Of those who have told of themselves."""
-        keys = {rank: f"state/{rank}" for rank in self._ranks}
-        return {
-            rank: WorkerState.unpack(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
-        }

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from typing import Any, Protocol, TextIO
 
-from lockstep.terminal import ProgressLine, num_columns
+from lockstep.terminal import LOG_EVERY_S, ProgressLine
 
-_REDRAW_S, REWRITE_S = 0.2, 10.0
-"""Between two drawings in a terminal, and between two lines elsewhere."""
 CELL_S = 0.5
 """Between two lines in a notebook's cell, where each takes the place of the one before it."""
 _LEAST_VERDICT = 40
@@ -41,41 +39,22 @@ class View(Protocol):
 
 
 class StatusLine:
-    """The run in one line: drawn over and over in a terminal, or written now and then to a log."""
+    """The run in one line. A run does not end because its terminal was closed."""
 
     def __init__(
-        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, rewrite_s: float = REWRITE_S
+        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, log_every_s: float = LOG_EVERY_S
     ) -> None:
-        """rewrite_s: how long between two lines where this is no terminal."""
-        self._stream, self._clock, self._rewrite_s = stream, clock, rewrite_s
-        self._line = ProgressLine(stream)
-        self._due = clock()
-        self._unshown: StepLine | None = None
+        self._line = ProgressLine(stream, clock, log_every_s=log_every_s)
 
     def show(self, line: StepLine) -> None:
         """Take the newest step, and show it if it is time for it."""
-        self._unshown = line
-        now = self._clock()
-        if now >= self._due:
-            self._due = now + (_REDRAW_S if self._line.is_live else self._rewrite_s)
-            self._write()
+        with contextlib.suppress(OSError, ValueError):
+            self._line.tell(lambda width: status(line, width))
 
     def close(self) -> None:
         """Show the last step if it has not been shown, and begin a new line."""
-        self._write()
         with contextlib.suppress(OSError, ValueError):
             self._line.close()
-
-    def _write(self) -> None:
-        """Write, unless nobody is there to read: a run does not end because its terminal was closed."""
-        if self._unshown is None:
-            return
-        with contextlib.suppress(OSError, ValueError):
-            if self._line.is_live:
-                self._line.draw(status(self._unshown, num_columns(self._stream)))
-            else:
-                self._line.write(status(self._unshown))
-        self._unshown = None
 
 
 def status(line: StepLine, width: int | None = None) -> str:
@@ -99,12 +78,9 @@ def status(line: StepLine, width: int | None = None) -> str:
 def describe(line: StepLine) -> list[str]:
     """The step's numbers, the most important first; what is not known is left out."""
     facts = [f"step {line['step']}"]
-    if line.get("loss") is not None:
-        facts.append(f"loss {line['loss']:.4g}")
-    if line.get("samples_per_s") is not None:
-        facts.append(f"{line['samples_per_s']:.4g} samples/s")
-    if line.get("efficiency") is not None:
-        facts.append(f"efficiency {100 * line['efficiency']:.0f} %")
+    known = {name: line.get(name) for name in ("loss", "samples_per_s", "efficiency")}
+    words = {"loss": "loss {:.4g}", "samples_per_s": "{:.4g} samples/s", "efficiency": "efficiency {:.0%}"}
+    facts += [words[name].format(value).replace("%", " %") for name, value in known.items() if value is not None]
     exposed = [worker["shares_ms"].get("exposed", 0.0) for worker in line.get("workers") or ()]
     if len(exposed) > 1:
         facts.append(f"exposed {sum(exposed) / len(exposed):.3g} ms")
@@ -171,31 +147,30 @@ class Tracked:
 
 
 class TensorBoard:
-    """Writes steps to `folder`; without tensorboard it says so once, and does nothing."""
+    """Numbers as charts, verdicts as text, in `folder`: a `Tracker`."""
 
     def __init__(self, folder: str | PathLike[str]) -> None:
+        self._folder = str(folder)
         self._writer: Any = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            warnings.warn(
-                "tensorboard is not installed, so the run's numbers do not go there: pip install tensorboard. "
-                "`lockstep report` shows them too.",
-                stacklevel=2,
-            )
-        else:
-            self._writer = SummaryWriter(str(folder))
 
-    def show(self, line: StepLine) -> None:
+    def open(self) -> None:
+        """Begin to write; without tensorboard, raises ImportError."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(self._folder)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of a step."""
-        if self._writer is not None:
-            for name, value in scalars(line):
-                self._writer.add_scalar(name, value, global_step=line["step"], walltime=line.get("time"))
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def tell(self, step: int, verdict: str) -> None:
+        """Write a verdict."""
+        self._writer.add_text("verdict", verdict or "nobody holds the others up", global_step=step)
 
     def close(self) -> None:
         """Write what is left."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 def scalars(line: StepLine) -> Iterator[tuple[str, float]]:

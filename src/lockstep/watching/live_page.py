@@ -55,16 +55,13 @@ class LivePage:
             begun = time.monotonic()
             if there != self._seen and begun >= self._again_at:
                 self._number += 1
-                self._page = self._made(str(self._number))
+                try:
+                    self._page = page(read_report(RunFolder(self._folder)), str(self._number))
+                except UsageError as error:  # It has made no step yet, or was begun anew just now.
+                    self._page = _WAITING.format(html.escape(str(error)))
                 self._seen = there
                 self._again_at = time.monotonic() + _REST * (time.monotonic() - begun)
             return str(self._number), self._page
-
-    def _made(self, version: str) -> str:
-        try:
-            return page(read_report(RunFolder(self._folder)), version)
-        except UsageError as error:  # It has made no step yet, or was begun anew just now.
-            return _WAITING.format(html.escape(str(error)))
 
     def _signs(self) -> Iterator[tuple[str, int, int]]:
         """What changes with the files that a report is made of."""

@@ -26,7 +26,7 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,8 @@ class Network:
     """What worker 0 knows of the workers' clocks and links."""
 
     def __init__(self, size: int, clock: HostClock) -> None:
-        self._size, self._clock = size, clock
+        self._size, self.clock = size, clock
+        """The clock is worker 0's."""
         self._clocks: dict[int, HostClock] = {0: clock}
         self._trips: dict[int, Mapping[str, list[list[int]]]] = {}
         self.offsets: dict[int, int] = {}
@@ -104,21 +105,16 @@ class Network:
         self.slow: SlowLink | None = None
         """Whose link is slow, if anybody's."""
 
-    @property
-    def calendar_ns(self) -> int:
-        """What worker 0's calendar clock is ahead of its monotonic one."""
-        return self._clock.calendar_ns
-
     def add(self, rank: int, clock: HostClock, ahead_ns: int | None, trips: Mapping[str, list[list[int]]]) -> None:
         """Take what worker `rank` tells: its clock, what worker 0's calendar is ahead of its, and its last trips."""
         self._clocks[rank] = clock
-        self.offsets[rank] = self._clock.offset_of(clock, -int(ahead_ns or 0))
+        self.offsets[rank] = self.clock.offset_of(clock, -int(ahead_ns or 0))
         if trips:
             self._trips[rank] = trips
             self.slow = self._slow_link()
 
     def _slow_link(self) -> SlowLink | None:
-        are_one_way = all(self._clock.is_same_as(clock) for clock in self._clocks.values())
+        are_one_way = all(self.clock.is_same_as(clock) for clock in self._clocks.values())
         found: dict[tuple[int, int], list[int]] = {}
         for rank, by_peer in self._trips.items():
             for peer, trips in by_peer.items():
@@ -162,11 +158,9 @@ def slow_link(one_way: Mapping[tuple[int, int], Sequence[int]], size: int, *, ar
 class Probes:
     """This worker's socket, and what it found out about each peer: nanoseconds on the two calendar clocks."""
 
-    def __init__(self, rank: int, size: int, address: str, key: bytes, find: Callable[[int], str | None]):
-        self._rank, self._size, self._key = rank, size, key
-        self._find = find
-        """Where a peer answers; None while it is not known."""
-        self._peers: dict[int, tuple[str, int]] = {}
+    def __init__(self, rank: int, address: str, key: bytes) -> None:
+        self._rank, self._key = rank, key
+        self._addresses: list[tuple[str, int] | None] = []
         self._trips: dict[int, collections.deque[tuple[int, int]]] = {}
         """By peer: how long the last pings took there, and their pongs back."""
         self._asked: collections.deque[int] = collections.deque(maxlen=_KEPT_FOR_CLOCK)
@@ -175,13 +169,14 @@ class Probes:
         with contextlib.suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         self._socket.bind((address, 0))
-        self.address = "{} {}".format(*self._socket.getsockname()[:2])
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
         """Where pings are answered."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-probes", daemon=True)
 
-    def start(self) -> None:
-        """Answer, and ask."""
+    def start(self, addresses: Sequence[tuple[str, int] | None]) -> None:
+        """Answer, and ask: the workers at `addresses`, by rank, where they have one."""
+        self._addresses = list(addresses)
         self._thread.start()
 
     def close(self) -> None:
@@ -213,18 +208,14 @@ class Probes:
                     self._answer()
                 if time.monotonic() >= due:
                     turn, due = turn + 1, time.monotonic() + _EVERY_S
-                    self._ask((self._rank + 1 + turn % (self._size - 1)) % self._size)
-        except (OSError, RuntimeError, ValueError):
-            return  # The socket or the store is gone, and the world with it.
+                    size = len(self._addresses)
+                    self._ask(self._addresses[(self._rank + 1 + turn % (size - 1)) % size])
+        except (OSError, ValueError):
+            return  # The socket is gone, and the world with it.
 
-    def _ask(self, peer: int) -> None:
-        where = self._peers.get(peer)
+    def _ask(self, where: tuple[str, int] | None) -> None:
         if where is None:
-            found = self._find(peer)
-            if found is None:
-                return
-            host, _, port = found.partition(" ")
-            where = self._peers[peer] = (host, int(port))
+            return
         with contextlib.suppress(OSError):  # Unreachable now, perhaps not later.
             self._asked.append(time.time_ns())
             self._socket.sendto(self._sealed(_PING, self._asked[-1], 0, 0), where)

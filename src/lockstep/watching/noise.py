@@ -107,7 +107,9 @@ class NoiseScale:
 
     def see(self, notes: Mapping[int, Mapping[str, float]], samples: Mapping[int, float]) -> None:
         """Take a step into account: what every worker has noted of its gradients, and its samples, by rank."""
-        whole = _whole_square(notes)
+        whole = notes[0].get("whole") if 0 in notes else None
+        if all("part" in noted for noted in notes.values()):
+            whole = sum(noted["part"] for noted in notes.values())
         if whole is None or not all("own" in noted for noted in notes.values()):
             return
         squares = own_squares(notes, samples)
@@ -138,13 +140,6 @@ def own_squares(notes: Mapping[int, Mapping[str, float]], samples: Mapping[int, 
     is_weighed_before = min(noted["share"] for noted in notes.values()) >= 1.0
     shares = {rank: samples[rank] / total if is_weighed_before else noted["share"] for rank, noted in notes.items()}
     return {rank: notes[rank]["own"] / share**2 for rank, share in shares.items() if share and samples[rank] > 0}
-
-
-def _whole_square(notes: Mapping[int, Mapping[str, float]]) -> float | None:
-    """The squared norm of the whole batch's gradient, if all of it was noted."""
-    if all("part" in noted for noted in notes.values()):
-        return sum(noted["part"] for noted in notes.values())
-    return notes[0].get("whole")
 
 
 def _squared(grads: Tensor) -> Tensor:

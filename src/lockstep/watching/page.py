@@ -19,7 +19,7 @@ import numpy as np
 from markupsafe import Markup
 
 from lockstep.watching.number_format import NONE, count, counted, duration, milliseconds, number, percent, size
-from lockstep.watching.run_report import MeanStep, Numbers, RunReport, verdict
+from lockstep.watching.run_report import Numbers, RunReport, verdict
 from lockstep.watching.step_record import SHARES
 from lockstep.watching.timelines import timelines
 
@@ -56,7 +56,10 @@ def page(report: RunReport, version: str = "") -> str:
     charts = [*speed, *training, *(sent["charts"] if sent is not None else ())]
     for place, chart in enumerate(charts):
         chart["place"] = place
+    # Those that wait least are those that the others wait for.
+    most_busy = sorted(report.shares, key=lambda each: each.shares_ms["waiting"])
     scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
+    kinds = (f".k-{kind} {{ fill: var(--{kind}); background: var(--{kind}) }}\n" for kind in (*SHARES, "hidden"))
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -67,7 +70,7 @@ def page(report: RunReport, version: str = "") -> str:
         facts=_facts(report),
         tiles=_tiles(report),
         timelines=timelines(report),
-        shares=_shown_shares(report),
+        shares=sorted(most_busy[:_MOST_BARS], key=lambda each: each.rank),
         lateness={each.rank: each for each in report.lateness},
         speed=speed,
         training=training,
@@ -86,7 +89,7 @@ def page(report: RunReport, version: str = "") -> str:
         size=size,
         version=version,
         policy=_policy(scripts, "connect-src 'self'; " if version else ""),
-        styles=Markup(_asset("uPlot.min.css") + _asset("page.css")),
+        styles=Markup(_asset("uPlot.min.css") + _asset("page.css") + "".join(kinds)),
         license=Markup(_asset("uPlot.LICENSE.txt")),
         scripts=[Markup(script) for script in scripts],
     )
@@ -159,12 +162,6 @@ def _generations(report: RunReport) -> list[list[str]]:
         row = [each.number, f"{number(after_s)} s", members, happened, milliseconds(each.took_s * 1e3), each.replayed]
         rows.append([*map(str, row), shards])
     return rows
-
-
-def _shown_shares(report: RunReport) -> list[MeanStep]:
-    """The workers with a bar and a row: those that wait least are those that the others wait for."""
-    shown = sorted(report.shares, key=lambda each: each.shares_ms["waiting"])[:_MOST_BARS]
-    return sorted(shown, key=lambda each: each.rank)
 
 
 # Charts over the steps

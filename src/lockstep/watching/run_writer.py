@@ -106,22 +106,16 @@ class RunWriter:
 def step_line(
     step: CombinedStep, speed: StepSpeed, late: LateWorker | None, noted: dict[str, Any], verdict: str, began_ns: int
 ) -> dict[str, Any]:
-    """The line of steps.jsonl. `noted`: time, loss, grad_norm, lr, noise_scale."""
+    """The line of steps.jsonl. `noted`: time, loss, grad_norm, lr and noise_scale, each a number or None."""
     last = late and {"worker": late.worker, "late_ms": _ms(late.late_ns), "cause": late.cause}
+    rounded = {name: _round(getattr(speed, name)) for name in ("samples_per_s", "efficiency", "bus_gb_per_s", "mfu")}
     return {
         "step": step.step,
-        "time": noted.get("time"),
         "wall_ms": _ms(step.wall),
-        "loss": noted.get("loss"),
-        "grad_norm": noted.get("grad_norm"),
-        "lr": noted.get("lr"),
+        **noted,
         "batch": speed.batch,
-        "samples_per_s": _round(speed.samples_per_s),
-        "efficiency": _round(speed.efficiency),
         "sent_bytes": speed.sent_bytes,
-        "bus_gb_per_s": _round(speed.bus_gb_per_s),
-        "mfu": _round(speed.mfu),
-        "noise_scale": _round(noted.get("noise_scale")),
+        **rounded,
         "last": last,
         "verdict": verdict,
         "workers": [

@@ -14,8 +14,8 @@ the pass has ended, and on a GPU only then. On a host whose cores also move the 
 pass is exposed as well; it has no stretch of its own, since it is spread over the pass.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from lockstep.events import Event, Kind
@@ -95,9 +95,7 @@ class StepRecord:
 
     def to_json(self) -> list[Any]:
         """As it travels."""
-        spans = [[each.name, each.begin, each.end] for each in self.spans]
-        flights = [[f.place, f.num_bytes, f.ready, f.launched, f.reduced] for f in self.flights]
-        return [self.step, self.begin, self.wall, spans, flights, self.num_samples, self.noted, self.taken]
+        return list(astuple(self))
 
     @classmethod
     def from_json(cls, found: list[Any]) -> "StepRecord":
@@ -249,9 +247,16 @@ def _split(sync: TimeSpan, begin: int, flights: Sequence[Flight], launches: Sequ
 
 def _hidden(record: StepRecord, begin: int, launches: Sequence[int]) -> int:
     backward = [span for span in record.spans if span.name == "backward"]
-    hidden, until = 0.0, 0.0
+    stretches = in_flight(record, begin, launches)
+    return int(
+        sum(max(0, min(span.end, end) - max(span.begin, start)) for start, end in stretches for span in backward)
+    )
+
+
+def in_flight(record: StepRecord, begin: int, launches: Sequence[int]) -> Iterator[tuple[float, float]]:
+    """When some bucket that all have launched was on its way, as this worker saw it arrive; no moment twice."""
+    until = 0.0
     for flight, launched in zip(record.flights, launches, strict=False):
-        start = max(launched - begin, until)
-        until = max(until, flight.reduced)
-        hidden += sum(max(0, min(span.end, flight.reduced) - max(span.begin, start)) for span in backward)
-    return int(hidden)
+        start, until = max(launched - begin, until), max(until, flight.reduced)
+        if flight.reduced > start:
+            yield start, flight.reduced

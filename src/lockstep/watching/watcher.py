@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,12 +23,13 @@ from lockstep.comm.channel import mac
 from lockstep.comm.meeting import towards_others
 from lockstep.errors import UsageError
 from lockstep.replica.data_parallel import DataParallel
+from lockstep.terminal import LOG_EVERY_S
 from lockstep.watching.background import Background, StoreMail
 from lockstep.watching.collector import Collector, Summary
 from lockstep.watching.efficiency import FlopCount, SpeedTracker, measured_peak
 from lockstep.watching.hangs import DEADLINE as HANG_DEADLINE
 from lockstep.watching.hangs import Hangs
-from lockstep.watching.live import CELL_S, REWRITE_S, StatusLine, TensorBoard, Tracked, Tracker, View
+from lockstep.watching.live import CELL_S, StatusLine, TensorBoard, Tracked, Tracker, View
 from lockstep.watching.network import Probes
 from lockstep.watching.noise import GradNorms
 from lockstep.watching.recorder import HeardStep, Recorder
@@ -53,7 +55,8 @@ def watch(
         a matrix product if not given.
     hang_deadline: after so long a wait, in seconds or as a timedelta, it is reported who is stuck; None for never.
 
-    progress: whether worker 0 shows a line on stderr: drawn over and over in a terminal, else now and then.
+    progress: whether worker 0 shows a line on stderr, drawn over and over in a terminal, else now and then; and at the
+        end what was seen.
     tensorboard: a folder for TensorBoard, where that is installed.
     trackers: who else is given the numbers of every step and the verdicts: see `lockstep.integrations.trackers`.
 
@@ -70,7 +73,7 @@ def watch(
         where = _folder_of(Path(folder), model.world) if folder is not None else None
         deadline = timedelta(seconds=hang_deadline) if isinstance(hang_deadline, int | float) else hang_deadline
         views = _views(progress, tensorboard) if model.world.is_main else []
-        watcher = model.world.watcher = Watcher(model, where, peak_flops, deadline, views)
+        watcher = model.world.watcher = Watcher(model, where, peak_flops, deadline, views, says_end=progress)
     watcher.see(model)
     watcher.track(trackers)
     return watcher
@@ -96,7 +99,10 @@ class Watcher:
         peak: float | None,
         hang_deadline: timedelta | None,
         views: list[View],
+        *,
+        says_end: bool,
     ) -> None:
+        self._says_end = says_end
         world = self._world = model.world
         self.has_ended = False
         """Whether it has been closed."""
@@ -110,12 +116,13 @@ class Watcher:
         self._collector = Collector(world.size, began, self._speed, self._writer, views) if world.is_main else None
         self._hangs = Hangs(current() or world, model, folder, hang_deadline) if hang_deadline else None
         mail = StoreMail(world.peers, world.rank) if world.size > 1 and world.peers.store is not None else None
-        probes = _open_probes(world, mail) if mail is not None else None
+        probes = _open_probes(world) if mail is not None else None
         self._background = Background(self._recorder, self._collector, mail, probes)
         self._background.start()
         if self._hangs is not None:
             self._hangs.start()
-        world.on_leave.append(self._close_with_world)
+        # Others may have failed and not come here: worker 0 alone waits, briefly, for what they have to say.
+        world.on_leave.append(lambda: self._close(waits=world.is_main and not world.peers.has_lost()))
 
     # What the user calls
 
@@ -175,10 +182,6 @@ class Watcher:
             samples = next((event.num_samples for event, _ in step.heard if event.num_samples), 0.0)
             self._speed.flops_per_sample, self._flops = self._flops.per_sample(samples), None
 
-    def _close_with_world(self) -> None:
-        # Others may have failed and not come here: worker 0 alone waits, briefly, for what they have to say.
-        self._close(waits=self._world.is_main and not self._world.peers.has_lost())
-
     def _close(self, *, waits: bool) -> None:
         if self.has_ended:
             return
@@ -192,7 +195,7 @@ class Watcher:
         if self._collector is not None:
             with contextlib.suppress(OSError):  # A full disk must not keep the world from ending.
                 self._collector.close()
-            if self.summary().steps:
+            if self._says_end and self.summary().steps:
                 for line in str(self.summary()).splitlines():
                     print(f"lockstep: {line}", file=sys.stderr)
 
@@ -215,9 +218,18 @@ def _open_writer(folder: Path, model: DataParallel, began_ns: int) -> RunWriter 
 
 
 def _views(progress: bool, tensorboard: str | PathLike[str] | None) -> list[View]:
-    rewrite_s = CELL_S if environment.is_in_cell(os.environ) else REWRITE_S
-    views: list[View] = [StatusLine(sys.stderr, rewrite_s=rewrite_s)] if progress else []
-    return views if tensorboard is None else [*views, TensorBoard(tensorboard)]
+    log_every_s = CELL_S if environment.is_in_cell(os.environ) else LOG_EVERY_S
+    views: list[View] = [StatusLine(sys.stderr, log_every_s=log_every_s)] if progress else []
+    if tensorboard is not None:
+        try:
+            views.append(Tracked(TensorBoard(tensorboard)))
+        except ImportError:
+            warnings.warn(
+                "tensorboard is not installed, so the run's numbers do not go there: pip install tensorboard. "
+                "`lockstep report` shows them too.",
+                stacklevel=3,
+            )
+    return views
 
 
 def _folder_of(folder: Path, world: World) -> Path:
@@ -236,17 +248,17 @@ def _kept(value: float | Tensor) -> float | Tensor:
     return float(value) if value.is_cpu else value.clone()
 
 
-def _open_probes(world: World, mail: StoreMail) -> Probes | None:
-    """Where workers are on several hosts and can find one another."""
-    address = towards_others(world.peers.me, world.peers.all)
-    if not address or world.peers.are_on_one_host:
+def _open_probes(world: World) -> Probes | None:
+    """Where workers are on several hosts and can find one another; on every worker."""
+    if world.peers.are_on_one_host:
         return None
-    names = "\n".join(peer.format() for peer in world.peers.all)
-    key = mac(world.peers.secret or b"", b"probes", names.encode())
-    try:
-        probes = Probes(world.rank, world.size, address, key, mail.address)
-    except OSError:
-        return None  # Not a network to be probed; who is slow by it cannot be said then.
-    mail.announce(probes.address)
-    probes.start()
+    probes, address = None, towards_others(world.peers.me, world.peers.all)
+    if address:
+        names = "\n".join(peer.format() for peer in world.peers.all)
+        key = mac(world.peers.secret or b"", b"probes", names.encode())
+        with contextlib.suppress(OSError):  # Not a network to be probed: who is slow by it cannot be said then.
+            probes = Probes(world.rank, address, key)
+    addresses = world.gather_json(probes and probes.address)
+    if probes is not None:
+        probes.start([each and tuple(each) for each in addresses])
     return probes
