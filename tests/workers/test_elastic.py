@@ -68,6 +68,8 @@ EVERYTHING = [
     # Two that die together, one behind the other, take a part with them: the run starts anew, see below.
     and (action == "die" or (victims in ((1,), (0, 2)) and zero != 1))
     and (action, victims) != ("raise", (0, 2))  # What fails on two workers ends the run, see below.
+    # All members that are left: nobody waits for them, as when a whole run is suspended, until they are continued.
+    and (point, action, victims) != ("boundary", "stop", (0, 2))
 ]
 SELECTION = [
     ("compute", "die", "shm", 0, (0,)),
