@@ -69,7 +69,7 @@ EVERYTHING = [
     and (action == "die" or (victims in ((1,), (0, 2)) and zero != 1))
     and (action, victims) != ("raise", (0, 2))  # What fails on two workers ends the run, see below.
     # All members that are left: nobody waits for them, as when a whole run is suspended, until they are continued.
-    and (point, action, victims) != ("boundary", "stop", (0, 2))
+    and not (point in ("boundary", "regroup") and (action, victims) == ("stop", (0, 2)))
 ]
 SELECTION = [
     ("compute", "die", "shm", 0, (0,)),
