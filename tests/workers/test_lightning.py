@@ -17,9 +17,11 @@ from amount import some
 from models import difference, weights_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from vision import mend_torchvision
 
 import lockstep
 
+mend_torchvision()  # Which these libraries import where it is installed.
 pytest.importorskip("lightning", reason="needs the package lightning", exc_type=(ImportError, RuntimeError))
 
 DOUBLE = 1e-10
