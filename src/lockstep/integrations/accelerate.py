@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lockstep
 from lockstep.data.loader import ShardedLoader
 from lockstep.errors import UsageError
-from lockstep.integrations.evaluation import for_evaluation, rebatched
+from lockstep.integrations.evaluation import rebatched
 from lockstep.integrations.optimizer_state import whole_state_of
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.watching.watcher import Watcher
@@ -221,7 +221,6 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         if getattr(getattr(data_loader.dataset, "_distributed", None), "world_size", 1) == 1:
             if not self.split_batches:
                 data_loader = _times(data_loader, self.world.size)
-            data_loader = for_evaluation(data_loader, self.world.size)
             data_loader = lockstep.shard(data_loader, world=self.world, device=device)
         prepared = PreparedLoader(data_loader)
         prepared._is_accelerate_prepared = True

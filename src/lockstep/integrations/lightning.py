@@ -47,15 +47,28 @@ class _Epochs:
         self._sharded = sharded
         self._num_batches = num_batches
         self._state = sharded.state_dict()
+        self._is_new = True
         self.dataset = sharded.dataset
 
     def __len__(self) -> int:
         return len(self._sharded)
 
     def __iter__(self) -> Iterator[Any]:
+        self._is_new = False
         for batch in self._sharded:
             self._state = self._sharded.state_dict()
             yield batch
+
+    @property
+    def sampler(self) -> "_Epochs":
+        """What Lightning calls `set_epoch` of, before each epoch."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin with this epoch; a loader that was read or has a state counts by itself."""
+        if self._is_new:
+            self._sharded.set_epoch(epoch)
+            self._state = self._sharded.state_dict()
 
     def state_dict(self) -> dict[str, int]:
         """Where it is; after the last batch of an epoch, at the beginning of the next one."""
@@ -65,7 +78,7 @@ class _Epochs:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there."""
-        self._state = dict(state)
+        self._is_new, self._state = False, dict(state)
         self._sharded.load_state_dict(state)
 
 
@@ -113,6 +126,8 @@ class LockstepStrategy(Workers, _strategies.DDPStrategy):  # type: ignore[misc]
         self._saves_shards = sharded_checkpoints
         self._shards_to_load: Path | None = None
         self._shards_loaders = False
+        self._loader_states: list[Any] = []
+        """Of the checkpoint that is gone on from: Lightning itself drops them where that was at the end of an epoch."""
         self._replica: DataParallel | None = None
         """The wrapped model, also after a fit: its trainer may be asked for a checkpoint then."""
 
@@ -127,7 +142,7 @@ class LockstepStrategy(Workers, _strategies.DDPStrategy):  # type: ignore[misc]
         # Lightning would put a DistributedSampler into every loader before this strategy sees it.
         self._shards_loaders |= connector.use_distributed_sampler
         connector.use_distributed_sampler = False
-        trains = trainer.state.fn == "fit"
+        trains, self._loader_states = trainer.state.fn == "fit", []
         self.accelerator.setup(trainer)
         if trains and self._layer_sync is not None:  # Torch's own needs GPUs.
             self.model, self._layer_sync = lockstep.SyncBatchNorm.convert(self.model), None
@@ -146,7 +161,12 @@ class LockstepStrategy(Workers, _strategies.DDPStrategy):  # type: ignore[misc]
             return dataloader
         trainer = self.lightning_module.trainer
         sharded = self._sharded(dataloader, evaluates=not trainer.training)
-        return _Epochs(sharded, lambda: trainer.num_training_batches) if isinstance(sharded, ShardedLoader) else sharded
+        if not isinstance(sharded, ShardedLoader):
+            return sharded
+        loader = _Epochs(sharded, lambda: trainer.num_training_batches)
+        if trainer.training and self._loader_states:
+            loader.load_state_dict(self._loader_states.pop(0))
+        return loader
 
     # The loop
 
@@ -192,7 +212,10 @@ class LockstepStrategy(Workers, _strategies.DDPStrategy):  # type: ignore[misc]
         path = Path(str(checkpoint_path))
         self._shards_to_load = path if path.is_dir() else None
         file = path / SHARD_FILE if path.is_dir() else checkpoint_path
-        return super().load_checkpoint(file, *args, **kwargs)  # type: ignore[no-any-return]
+        found: dict[str, Any] = super().load_checkpoint(file, *args, **kwargs)
+        fit_loop = found.get("loops", {}).get("fit_loop", {})
+        self._loader_states = list(fit_loop.get("state_dict", {}).get("combined_loader", []))
+        return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Set the model; every worker calls this."""

@@ -102,6 +102,7 @@ class Workers:
     root_device: torch.device
     num_nodes: int
     parallel_devices: Any
+    _launcher: Any
     world: World
     _takes: tuple[str, ...]
     """The names of the options that Lightning's DDPStrategy takes; all others are DataParallel's."""
@@ -151,6 +152,11 @@ class Workers:
             }
         with _variables(said):
             self.world = lockstep.join(device=self.root_device, **self._joining)
+        if self._launcher is not None:
+            # Lightning looks every 5 s whether a worker it started has died, and then kills all others, this one too,
+            # before it can say what the world has found in the meantime: which worker, and what became of it.
+            watched, self._launcher.procs = self._launcher.procs, [*self._launcher.procs]
+            watched.clear()
         if self.world.size != size:
             raise UsageError(
                 f"this process is in a world of {self.world.size} workers, and Lightning was asked for {size}. Call "
