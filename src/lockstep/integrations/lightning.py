@@ -29,6 +29,7 @@ from lockstep.watching.watcher import Watcher
 
 _strategies: Any = importlib.import_module(f"{TRAINER}.strategies")
 _fabric: Any = importlib.import_module(f"{FABRIC}.strategies")
+_callbacks: Any = importlib.import_module(f"{TRAINER}.callbacks")
 _ForwardRedirection: Any = importlib.import_module(f"{TRAINER}.strategies.strategy")._ForwardRedirection
 
 SHARD_FILE = "lightning.ckpt"
@@ -143,6 +144,11 @@ class LockstepStrategy(Workers, _strategies.DDPStrategy):  # type: ignore[misc]
         self._shards_loaders |= connector.use_distributed_sampler
         connector.use_distributed_sampler = False
         trains, self._loader_states = trainer.state.fn == "fit", []
+        if trains and self._zero and any(isinstance(each, _callbacks.BaseFinetuning) for each in trainer.callbacks):
+            raise UsageError(
+                f"zero={self._zero} gives the optimizer parts of parameters, and Lightning's BaseFinetuning looks for "
+                "whole ones in it. Use zero=0 with this callback, or freeze parameters in a hook of the module."
+            )
         self.accelerator.setup(trainer)
         if trains and self._layer_sync is not None:  # Torch's own needs GPUs.
             self.model, self._layer_sync = lockstep.SyncBatchNorm.convert(self.model), None
