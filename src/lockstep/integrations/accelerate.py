@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
-from lockstep.data.loader import ShardedLoader
+from lockstep.data.loader import ShardedLoader, is_split_by_node
 from lockstep.errors import UsageError
 from lockstep.integrations.evaluation import rebatched
 from lockstep.integrations.optimizer_state import whole_state_of
@@ -218,7 +218,7 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         if getattr(data_loader, "_is_accelerate_prepared", False) or not isinstance(data_loader, DataLoader):
             return super().prepare_data_loader(data_loader, device_placement, **options)
         device = False if device_placement is False or not self.device_placement else self.world.device
-        if getattr(getattr(data_loader.dataset, "_distributed", None), "world_size", 1) == 1:
+        if not is_split_by_node(data_loader.dataset):
             if not self.split_batches:
                 data_loader = _times(data_loader, self.world.size)
             data_loader = lockstep.shard(data_loader, world=self.world, device=device)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lockstep
 from lockstep import environment
+from lockstep.data.loader import is_split_by_node
 from lockstep.errors import UsageError
 from lockstep.integrations.evaluation import for_evaluation
 from lockstep.replica.data_parallel import DataParallel
@@ -179,6 +180,8 @@ class Workers:
     def _sharded(self, loader: Any, *, evaluates: bool) -> Any:
         """`loader` with global batches, of which this worker gets its part; what is no plain DataLoader as it is."""
         if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler):
+            return loader
+        if is_split_by_node(loader.dataset):
             return loader
         if evaluates:
             loader = for_evaluation(loader, self.world.size)
