@@ -37,6 +37,7 @@ NAMES = (
     "torch.distributed.tensor.DTensor._local_tensor",
     "torch.distributed.tensor.DTensor._spec",
     "torch.Tensor._make_wrapper_subclass",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
 )
 """All that are used, from the module or class that has them."""
 
@@ -93,6 +94,12 @@ def is_dtensor(tensor: object) -> bool:
     """Whether it is one of torch's distributed tensors; no module of torch's is loaded to find out."""
     kind = _found("torch.distributed.tensor.DTensor") if "torch.distributed.tensor" in sys.modules else None
     return kind is not None and isinstance(tensor, kind)
+
+
+def is_made_of_others(tensor: Tensor) -> bool:
+    """Whether it has no memory of its own, but tensors inside that have: a quantized one of torchao's, a DTensor."""
+    ask = _needed("torch.utils._python_dispatch.is_traceable_wrapper_subclass", "to know what has memory of its own")
+    return bool(ask(tensor))
 
 
 def local_tensor(dtensor: Any) -> Tensor:

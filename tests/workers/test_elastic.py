@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amount import some
-from elastic_runs import STEPS, digest, hashes, loss_fn, make, run, samples, show_step
+from elastic_runs import STEPS, digest, hashes, loss_fn, make, run, samples, show_step, train
 from models import MLP
 from processes import is_alive, wait_until
 
 import lockstep
 from lockstep import faults
+from lockstep.elastic.snapshots import Snapshots
 
 WORKERS = 3
 STEP = 5
@@ -50,7 +51,8 @@ def faults_at(point, action, victims):
     if point in ("boundary", "regroup", "sending state", "receiving state", "replay"):
         # Somebody else is lost first, so that there is a state to be told and a newcomer to be told it.
         other = next(number for number in range(WORKERS) if number not in victims)
-        faults.append(f"worker {other}: die at vote of step {STEP - 1}")
+        # One that dies amid its update leaves nothing that could be used as it is: steps are made again.
+        faults.append(f"worker {other}: die at {'commit' if point == 'replay' else 'vote'} of step {STEP - 1}")
     return "; ".join(faults)
 
 
@@ -208,7 +210,7 @@ def test_with_batches_of_its_own_a_run_goes_on_with_fewer(tmp_path):
         ("worker 2: die at vote of step 5; worker 3: die at receiving state; worker 4: die at join", 0),
         ("worker 2: die at vote of step 5; worker 3: die at receiving state", 3),
         ("worker 2: die at vote of step 5; worker 0: die at sending state", 0),
-        ("worker 2: die at vote of step 5; worker 0: die at replay", 1),
+        ("worker 2: die at commit of step 5; worker 0: die at replay", 1),
         ("worker 0: die at commit of step 5; worker 1: die at commit of step 5", 0),
         ("worker 0: die at exchange of step 5; worker 3: die at compute of step 8; worker 4: die at join", 0),
     ],
@@ -216,6 +218,34 @@ def test_with_batches_of_its_own_a_run_goes_on_with_fewer(tmp_path):
 def test_deaths_during_recovery(tmp_path, undisturbed, faults, zero):
     said = run(tmp_path / "run", faults=faults, backend="shm", zero=zero, pause_s=0.02)
     assert hashes(said) == {undisturbed()}
+
+
+def notes_copies(folder, backend, zero, kind):
+    """As `train`; leaves a file where copies had to serve. They are taken in the first step of a generation alone."""
+    choose = Snapshots.choose
+
+    def noted(self, world):
+        Path(folder, f"{os.getpid()}.chosen").touch()
+        return choose(self, world)
+
+    Snapshots.choose, Snapshots.is_due = noted, lambda self, call: not self._kept
+    return train(folder, backend, kind=kind, zero=zero, pause_s=0.02)
+
+
+@pytest.mark.parametrize(
+    ("faults", "zero", "kind", "serve_copies"),
+    [
+        ("worker 1: die at compute of step 9; worker 2: die at compute of step 9", 1, "cnn", False),
+        ("worker 0: die at compute of step 9; worker 3: die at receiving state", 3, "mlp", False),
+        ("worker 1: die at commit of step 9", 2, "cnn", True),
+    ],
+)
+def test_over_shm_parts_outlive_their_owners(tmp_path, undisturbed, faults, zero, kind, serve_copies):
+    """Unless a worker dies amid its update: neighbours that die together would take their copies along."""
+    options = {"function": notes_copies, "backend": "shm", "zero": zero, "kind": kind}
+    said = run(tmp_path / "run", faults=faults, **options)
+    assert hashes(said) == {undisturbed(kind)}
+    assert bool(list((tmp_path / "run").glob("*.chosen"))) == serve_copies
 
 
 def test_one_is_left_and_goes_on_alone(tmp_path, undisturbed):

@@ -12,6 +12,8 @@ from models import CNN, GPT, MLP
 from torch import nn
 
 import lockstep
+from lockstep.wire import Half
+from lockstep.wire.plain import DTYPES
 
 BACKENDS = ["shm", "gloo"]
 SHARDS = 8
@@ -83,9 +85,9 @@ def feed(trainer, kind):
     return trainer.batches(Samples(kind, 150), batch_size=40, epochs=100)
 
 
-def train(world, kind, optimizer, zero, steps=STEPS):
+def train(world, kind, optimizer, zero, steps=STEPS, wire=None):
     """The hash after so many steps, and the losses."""
-    trainer = make(kind, optimizer, zero)
+    trainer = make(kind, optimizer, zero, wire=wire)
     losses = []
     for batch in feed(trainer, kind):
         if trainer.steps == steps:
@@ -112,3 +114,32 @@ SOME = [
 def test_the_same_bits(pool, expected, kind, optimizer, workers, zero):
     for result in pool.run(workers, train, kind, optimizer, zero):
         assert result == expected(kind, optimizer)
+
+
+HALVES = [
+    (*each, half, zero) for each in itertools.product(KINDS, (2, 3, 5, 8)) for half in DTYPES for zero in range(4)
+]
+SOME_HALVES = [("cnn", 2, "bf16", 0), ("gpt", 3, "bf16", 2), ("mlp", 5, "fp16", 1), ("mlp", 2, "bf16", 3)]
+
+
+@pytest.mark.parametrize(("kind", "workers", "half", "zero"), some(SOME_HALVES, HALVES))
+def test_the_same_bits_where_sums_are_rounded_to_half(pool, expected, kind, workers, half, zero):
+    found = pool.run(workers, train, kind, "sgd", zero, STEPS, Half(half))
+    alone = expected(kind, "sgd", STEPS, Half(half))
+    assert all(each == alone for each in found)
+    exact = expected(kind, "sgd")
+    assert alone[0] != exact[0] and alone[1] == pytest.approx(exact[1], rel=0.02)
+
+
+def sent(world, half):
+    """Bytes that this worker has sent of gradients in one step."""
+    trainer = make("mlp", "sgd", wire=half)
+    trainer.step(next(feed(trainer, "mlp")))
+    return trainer._stepper._shards.reduction._ordered.num_bytes_sent
+
+
+def test_half_sends_half_the_bytes(started_pool):
+    def total(half):
+        return sum(started_pool.run(3, sent, half, backend="gloo"))
+
+    assert 0.45 < total(Half()) / total(None) < 0.6  # The notes are counters, and stay as they are.

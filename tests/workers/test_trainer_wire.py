@@ -57,7 +57,7 @@ def overflows(world, chosen):
         x, y = MLP.batch(16, torch.Generator().manual_seed(step), torch.float)
         x[6] = torch.inf if step == 2 else x[6]
         skipped.append(trainer.step((x, y)).skipped)
-        waiting.append(trainer.model.coded.state_dict())
+        waiting.append(trainer.model.coded.state_dict() if trainer.model.coded else {})
     return skipped, scaler.get_scale(), all(v.isfinite().all() for state in waiting for v in state.values())
 
 

@@ -27,8 +27,9 @@ What can die when:
     all                             the run is lost back to its last checkpoint, and says so
 
 With something split (zero=1 to 3) a state is in parts, and 3 holds for a part: some may be updated and others not.
-There all go back to a copy of the state before an earlier call, of which every part is still in somebody's memory, and
-make the steps since then again (snapshots.py).
+Over shm the parts outlive their owners (live.py): if none was being updated, the survivors take them as they are. Else
+all go back to a copy of the state before an earlier call, of which every part is still in somebody's memory, and make
+the steps since then again (snapshots.py).
 
 Planned changes come at the beginning of a step: a newcomer, having built everything and taken the state, is then at the
 same place in its script as all others, about to make the same call.
@@ -52,6 +53,7 @@ from lockstep.comm import group as groups
 from lockstep.comm.generations import Generation, Generations
 from lockstep.elastic import transfer
 from lockstep.elastic.balance import Balance, even
+from lockstep.elastic.live import Live
 from lockstep.elastic.snapshots import Pieces, Snapshots, deal
 from lockstep.errors import StepVoid, UsageError, WorkerLost
 from lockstep.keep.pieces import Piece
@@ -127,6 +129,8 @@ class Recovery:
         self._counts = even(world.size, shards)
         """How many shards each worker has."""
         self._snapshots = Snapshots()
+        self._live: Live | None = None
+        """What is split, where it outlives its owners; of this generation, or of the one that has just ended."""
         self._steps: dict[int, Any] = {}
         """References to the batches of the steps that may have to be made again, by call."""
         self._num_replayed = 0
@@ -207,6 +211,8 @@ class Recovery:
             else:
                 if not is_planned:
                     self._calls += 1
+                    if self._live is not None:
+                        self._live.mark(self._calls)
                     if call == "step":
                         self._took_s.append(time.monotonic() - begun)
                         self._num_steps += 1
@@ -220,6 +226,8 @@ class Recovery:
     def _keep(self, batch: Any, *, is_due: bool) -> None:
         """A step is about to be made, of which a worker's part would be lost with it."""
         snapshots, calls = self._snapshots, self._calls
+        if self._num_steps == 1:  # Now optimizers have their state.
+            self._live = Live.of(self._world, self._trainer, calls)
         self._steps = {call: kept for call, kept in self._steps.items() if call >= snapshots.oldest_call}
         self._steps[calls] = self._trainer.reference(batch)
         if is_due or snapshots.is_due(calls):
@@ -297,10 +305,19 @@ class Recovery:
             self._trainer.go_on_from_progress(progress, is_new=is_new)
 
     def _go_back(self, *, is_new: bool) -> None:
-        """Where something is split: take the newest copy that is whole, and make the steps since then again."""
+        """Where something is split: take what outlived its owners, or a copy and make the steps since then again."""
         world, trainer = self._world, self._trainer
-        most = max(world.gather_json(-1 if is_new else self._calls))
-        snapshot, call, holders = self._snapshots.choose(world)
+        calls = -1 if is_new else self._calls
+        told = world.gather_json([calls, self._live.call if self._live is not None else -1])
+        most = max(each[0] for each in told)
+        if [most, most] in told:
+            source = told.index([most, most])
+            snapshot = self._live.snapshot() if self._live is not None and world.rank == source else None
+            call, holders = most, {0: source}
+            result = world.gather(self._result if world.rank == source else None)[source]
+            self._result = self._result if calls == most else result
+        else:
+            snapshot, call, holders = self._snapshots.choose(world)
         rest = next(filter(None, world.gather(snapshot.rest if snapshot is not None else None)))
         trainer.reopen(self._counts)
         pieces = deal(world, snapshot, holders, trainer.wanted)
@@ -308,6 +325,9 @@ class Recovery:
         trainer.go_on_from_progress(rest, is_new=is_new)
         # Now, not when the steps since then have been made again: the next loss may come meanwhile.
         self._snapshots.take(world, call, trainer.pieces(), rest, 0.0)
+        if self._live is not None:
+            self._live.close()
+            self._live = None
         self._num_replayed = 0
         for again in range(call, most):
             faults.at("replay", again)

@@ -108,7 +108,6 @@ class TrainingState:
 
         groups: the same on all workers. scalars: by parameter, from the worker that has its first element.
         """
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
         own = {}
         for held in self._held:
             plain = {k: v for k, v in self._state_of(held).items() if not isinstance(v, Tensor)}
@@ -117,8 +116,7 @@ class TrainingState:
         scalars: dict[str, Any] = {}
         for theirs in self._holders.gather_json(own):
             scalars |= theirs
-        settings = [{k: _as_json(k, v) for k, v in group.items() if k != "params"} for group in groups]
-        return {"groups": settings, "scalars": scalars}
+        return {"groups": settings_of(self._optimizer) if self._optimizer is not None else [], "scalars": scalars}
 
     def _dealt(self, everything: Sequence[Any]) -> Sequence[Any]:
         """What this worker writes of what all have."""
@@ -277,6 +275,11 @@ def _shaped(value: Tensor, like: Tensor) -> Tensor:
 
 def _is_like(value: Tensor, own: Tensor) -> bool:
     return value.shape == own.shape and value.dim() > 0
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Its groups without their parameters, as JSON can hold them."""
+    return [{k: _as_json(k, v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def _as_json(name: str, value: Any) -> Any:

@@ -188,10 +188,10 @@ class Bucket:
         self.work = None  # It may hold copies of the bucket: gloo's reduce-scatter does.
 
     def hand_out(self, used: Sequence[bool]) -> None:
-        """Let slots be the gradients of the parameters that some worker has used, by number."""
+        """Let slots, in their parameters' dtype, be the gradients of those that some worker has used, by number."""
         for index, param, view in zip(self.indices, self.params, self.views, strict=True):
             if used[index] and param.grad is not view:
-                param.grad = view
+                param.grad = view.to(param.dtype)
 
 
 class Buckets:
@@ -323,11 +323,12 @@ class Buckets:
             block = self._rules.blocks[index] if self._rules.blocks else -1
             if index in self._alone:
                 block = len(self._params) + index
-            dtype = param.dtype.to_real()
-            if dtype.is_floating_point:
+            own = dtype = param.dtype.to_real()
+            if param.is_floating_point():
                 dtype = self._rules.grads_dtype or dtype
             device = self._rules.device if param.is_meta else param.device
-            specs.append(ParamSpec(index, num_reals(param), dtype, device, block, strides_of(param)))
+            rounds_from = None if dtype == own else own
+            specs.append(ParamSpec(index, num_reals(param), dtype, device, block, strides_of(param), rounds_from))
         return specs
 
 

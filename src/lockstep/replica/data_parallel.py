@@ -287,7 +287,10 @@ class DataParallel(AsDDP):
     def wire_report(self) -> str:
         """How gradients travel, in words; with wire="auto" what was chosen and why, once it has been."""
         wire = self.coded
-        return wire.report() if wire is not None else "gradients travel as they are."
+        if wire is not None:
+            return wire.report()
+        rounded = self._engine.rounded_to
+        return "gradients travel as they are." if rounded is None else f"gradients and their sums are {rounded}."
 
     @contextlib.contextmanager
     def whole_params(self) -> Iterator[None]:

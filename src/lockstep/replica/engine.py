@@ -55,6 +55,8 @@ class StepShards(Protocol):
 
     partials: Partials
     """Gradients of the shards that are done."""
+    dtype: torch.dtype | None
+    """What they are rounded to before they are added, and every sum of them; None for their own."""
     group: dist.ProcessGroup | None
     """Of this replica alone, for its buckets; None on a lone worker, like `reduction`."""
     reduction: TreeReduction | None
@@ -166,14 +168,16 @@ class Engine:
             reduction = CodedReduction(self.wire, names, group, keeps_units=options.keeps_units)
         elif shards is not None and shards.reduction is not None:
             reduction = shards.reduction
-        placement = Placement(reduction, memory_of(group, device), device)
+        placement = Placement(reduction, memory_of(group, device), device, self.rounded_to)
         if options.zero:
             split, part, others = self._data.split, group, self._data.replicas
             if others is not None:
                 part, among_others = self._own_group(split), self._own_group(others)
                 reduction = _hybrid(reduction, group, part, among_others)
                 taken += [part, among_others]
-            self.split = placement = SplitPlacement(split, part, reduction, module, params, device, options, self.mesh)
+            self.split = placement = SplitPlacement(
+                split, part, reduction, module, params, device, options, self.mesh, self.rounded_to
+            )
         for each in taken:
             world.own_groups.free_after(placement, each)
         if options.init_sync:
@@ -269,6 +273,11 @@ class Engine:
         if self.split is not None:
             all_reduce(squares, dist.ReduceOp.SUM, self._data.split, "comparing copies of gradients")
         self.mesh.require_same_grads(self._names, self._params, squares.sqrt().tolist())
+
+    @property
+    def rounded_to(self) -> torch.dtype | None:
+        """What gradients are rounded to along the tree of the shards, if at all."""
+        return self._shards.dtype if self._shards is not None else None
 
     @property
     def clipped(self) -> Sequence[nn.Parameter]:

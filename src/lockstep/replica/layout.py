@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class LayoutRules:
     is_fixed: bool = False
     """Whether parameters keep the places they were first given."""
     grads_dtype: torch.dtype | None = None
-    """In which gradients travel; None for that of their parameters."""
+    """In which real gradients travel; None for that of their parameters."""
     tail_cap_bytes: int = sys.maxsize
     """Most bytes of a bucket that carries the notes besides its gradients."""
     blocks: Sequence[int] = ()
@@ -63,6 +64,8 @@ class ParamSpec:
     """The block whose parameters must lie in a bucket of their own; -1 for none."""
     strides: tuple[int, ...] = ()
     """As it is to lie in its slot, which they cover without gaps."""
+    rounds_from: torch.dtype | None = None
+    """Real dtype of the parameter, where its gradient has another one there."""
 
     @property
     def num_bytes(self) -> int:
@@ -93,6 +96,13 @@ class BucketPlan:
     tail_numel: int = 0
     is_last: bool = False
     """Whether no bucket with gradients follows."""
+    rounds_from: torch.dtype | None = None
+    """Real dtype of its parameters, where that is another one."""
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """Real dtype of its parameters."""
+        return self.rounds_from or self.dtype
 
     @property
     def numel(self) -> int:
@@ -146,13 +156,14 @@ def _can_carry_tail(group: Sequence[ParamSpec], cap_bytes: int) -> bool:
 
 def _fill(specs: Sequence[ParamSpec], grain: Granularity) -> list[list[ParamSpec]]:
     """Group the parameters of each device and dtype, in order, closing a group when it reaches its cap."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[ParamSpec]] = {}
-    blocks: dict[tuple[int, torch.device, torch.dtype], list[ParamSpec]] = {}
+    kinds: dict[tuple[Any, ...], list[ParamSpec]] = {}
+    blocks: dict[tuple[Any, ...], list[ParamSpec]] = {}
     for spec in specs:
+        kind = (spec.device, spec.dtype, spec.rounds_from)
         if spec.block >= 0:
-            blocks.setdefault((spec.block, spec.device, spec.dtype), []).append(spec)
+            blocks.setdefault((spec.block, *kind), []).append(spec)
         else:
-            kinds.setdefault((spec.device, spec.dtype), []).append(spec)
+            kinds.setdefault(kind, []).append(spec)
     free = [group for kind in kinds.values() for group in _fill_kind(kind, grain)]
     return [*blocks.values(), *free]
 
@@ -171,8 +182,9 @@ def _lay_out(group: Sequence[ParamSpec], parts: int, part_grain: int) -> BucketP
     for spec in group:
         slots.append(Slot(spec.index, offset, spec.numel, spec.strides))
         offset += aligned(spec.numel, spec.dtype)
-    part = aligned(-(-offset // parts), group[0].dtype, part_grain)
-    return BucketPlan(group[0].dtype, group[0].device, tuple(slots), part * parts)
+    first = group[0]
+    part = aligned(-(-offset // parts), first.dtype, part_grain)
+    return BucketPlan(first.dtype, first.device, tuple(slots), part * parts, rounds_from=first.rounds_from)
 
 
 UNIT_NUMEL = 65536

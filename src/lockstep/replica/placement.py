@@ -55,10 +55,12 @@ class Placement:
     gathered: GatheredParams | None = None
     """The parameters, where they are whole only while they are used."""
 
-    def __init__(self, reduction: BucketReduction, memory: Memory, device: torch.device) -> None:
+    def __init__(
+        self, reduction: BucketReduction, memory: Memory, device: torch.device, grads_dtype: torch.dtype | None = None
+    ) -> None:
         self.reduction = reduction
         self.memory = memory
-        self.rules = LayoutRules(device)
+        self.rules = LayoutRules(device, grads_dtype=grads_dtype)
 
     def send(self, bucket: Bucket) -> Any:
         """Start the reduction of a bucket; returns what to wait for."""
@@ -99,6 +101,7 @@ class SplitPlacement(Placement):
         device: torch.device,
         options: WrapOptions,
         mesh: ModelMesh | None = None,
+        grads_dtype: torch.dtype | None = None,
     ) -> None:
         """`world` and `group` are those over which all is split: of HSDP, one replica's."""
         assert options.optimizer is not None
@@ -132,7 +135,7 @@ class SplitPlacement(Placement):
             parts=reduction.num_parts,
             part_grain=lcm(reduction.part_grain, getattr(options.gather_wire, "grain", 1)),
             is_fixed=True,
-            grads_dtype=precision.grads if precision is not None else None,
+            grads_dtype=precision.grads if precision is not None else grads_dtype,
             tail_cap_bytes=TAIL_CAP_BYTES if is_shared and isinstance(reduction, FastReduction) else 0,
             blocks=numbers,
         )
@@ -196,7 +199,7 @@ class SplitPlacement(Placement):
             real = [torch.view_as_real(view) if view.is_complex() else view for view in bucket.views]
             formats = {index: (view.shape, view.stride()) for index, view in zip(bucket.indices, real, strict=True)}
         if self._precision is None:
-            own_params = self._flat_params.place(plan, bucket.params, spans, plan.dtype)
+            own_params = self._flat_params.place(plan, bucket.params, spans, plan.params_dtype)
             return BucketPart(plan, spans, rank, own_params, formats)
         masters = cut_out(plan, bucket.params, spans[rank], self._precision.master)
         computed = self._flat_params.place(plan, bucket.params, spans, self._precision.params)

@@ -342,9 +342,10 @@ class Partials:
     zero, everywhere: adding nothing would keep the sign of a negative zero, and so another bit than adding zero.
     """
 
-    def __init__(self, tree: ShardTree, rank: int) -> None:
+    def __init__(self, tree: ShardTree, rank: int, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: what real gradients and every sum of them are rounded to; None for their own."""
         self.tree = tree
-        self._rank = rank
+        self._rank, self._dtype = rank, dtype
         self._stack: list[tuple[Node, Grads]] = []
         """Sums of nodes, in the order of the shards."""
 
@@ -354,7 +355,8 @@ class Partials:
         for index, param in enumerate(params):
             if (grad := param.grad) is not None:
                 grad = grad.detach() if grad.requires_grad else grad
-                grads[index] = grad.to_dense() if grad.layout is not torch.strided else grad
+                grad = grad.to_dense() if grad.layout is not torch.strided else grad
+                grads[index] = grad.to(self._dtype) if self._dtype and grad.is_floating_point() else grad
                 param.grad = None
         self.add(shard, grads)
 
@@ -390,12 +392,13 @@ class Partials:
 
     def total(self, shard: int, params: Sequence[Tensor]) -> None:
         """`shard`, the last of all, is done on a lone worker: give the parameters the sums over all shards."""
-        if not self._stack and not any(param.grad is not None and param.grad.is_sparse for param in params):
+        is_plain = self._dtype is None and not any(param.grad is not None and param.grad.is_sparse for param in params)
+        if not self._stack and is_plain:
             return  # They have them.
         self.take(shard, params)
         ((_, grads),) = self._stack
         for index, grad in grads.items():
-            params[index].grad = grad
+            params[index].grad = grad.to(params[index].dtype)
         self.clear()
 
     def clear(self) -> None:

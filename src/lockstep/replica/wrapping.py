@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.replica.layout import overlaps
 from lockstep.replica.local_params import local_part
 from lockstep.replica.precision import Precision
-from lockstep.torch_private import is_dtensor, root_of
+from lockstep.torch_private import is_dtensor, is_made_of_others, root_of
 from lockstep.wire import Auto, Half, Int8, Wire
 from lockstep.wire.auto import require_wire
 from lockstep.world import World, join
@@ -46,6 +46,7 @@ class WrapOptions:
     def check(self, module: nn.Module) -> None:
         """Raise UsageError unless `module` can be wrapped as asked."""
         _require_module(module)
+        _require_memory(module, is_split=bool(self.zero))
         _require_stage(self.zero, self.optimizer, self.precision, module)
         is_plain = not self.zero and self.wire is None and self.reduces and not self.keeps_units
         if not is_plain and any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
@@ -91,6 +92,30 @@ def _require_module(module: object) -> None:
                 "as expand() makes them), so they cannot be updated one by one. Make it of tensor.clone(), or expand "
                 "a smaller parameter in the forward pass."
             )
+
+
+def _require_memory(module: nn.Module, *, is_split: bool) -> None:
+    """Raise UsageError for parameters that are made of other tensors, where these would have to be sent or moved."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, param in module.named_parameters():
+        if name in ignored or is_dtensor(param) or not is_made_of_others(param):
+            continue
+        if is_split or not _is_like_memory(param):
+            raise UsageError(
+                f"{name!r} is a {type(param).__name__}, made of other tensors, so its elements cannot be "
+                f"{'split over the workers' if is_split else 'sent'} as they lie in memory. One that is trained has to "
+                "be a plain tensor (float8 layers of torchao: without enable_fsdp_float8_all_gather; "
+                "gather_wire=wire.Int8() saves as many bytes). A frozen one, the same on all workers, can be left "
+                "alone: lockstep.DataParallel._set_params_and_buffers_to_ignore_for_model(net, [names])."
+            )
+
+
+def _is_like_memory(param: torch.Tensor) -> bool:
+    try:
+        param.detach().view(-1).view(torch.uint8)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _require_stage(zero: object, optimizer: object, precision: object, module: nn.Module) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.comm.channel import SECRET_BYTES
+from lockstep.comm.routes import is_loopback
 from lockstep.environment import SECRET, STDIN, port_from
 from lockstep.errors import LaunchError, UsageError
 from lockstep.start.hosts import FAREWELL_S
@@ -77,13 +78,29 @@ def read_hostfile(path: str) -> list[RemoteHost]:
 
 def meeting_point(hosts: Sequence[RemoteHost], ssh: str) -> str:
     """HOST:PORT, where ssh goes to for the first host, and a port that is likely to be free there."""
+    name = _hostname(hosts[0], ssh)
+    if _is_here(name):
+        away = [host.name for host in hosts if not _is_here(_hostname(host, ssh))]
+        if away:
+            raise UsageError(
+                f"the first host is {name}, where {away[0]} cannot reach it, and all workers meet there. List it by "
+                "the name or address that the other hosts know it by, or give that as --meet HOST:PORT."
+            )
+    return f"{f'[{name}]' if ':' in name else name}:{port_from(secrets.randbelow(1 << 20))}"
+
+
+def _is_here(name: str) -> bool:
+    return name == "localhost" or is_loopback(name)
+
+
+def _hostname(host: RemoteHost, ssh: str) -> str:
+    """Where ssh goes to for a host."""
     try:
-        asked = subprocess.run([*shlex.split(ssh), "-G", hosts[0].name], capture_output=True, text=True, check=True)
+        asked = subprocess.run([*shlex.split(ssh), "-G", host.name], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise LaunchError(f"{ssh!r} cannot be started here: {error}. Is openssh-client installed?") from error
     found = re.search(r"^hostname (.+)$", asked.stdout, re.MULTILINE)
-    name = found[1] if found else hosts[0].name.rpartition("@")[2]
-    return f"{f'[{name}]' if ':' in name else name}:{port_from(secrets.randbelow(1 << 20))}"
+    return found[1] if found else host.name.rpartition("@")[2]
 
 
 def commands(

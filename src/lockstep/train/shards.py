@@ -38,11 +38,13 @@ from lockstep.world import World
 class Shards:
     """What this worker has of the step in flight; every worker makes one, before the model is wrapped with it."""
 
-    def __init__(self, tree: ShardTree, world: World, module: nn.Module) -> None:
+    def __init__(self, tree: ShardTree, world: World, module: nn.Module, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: see Partials."""
+        self.dtype = dtype
         _, self._params, owners = modules.contents(module)
         self._tree = tree
         self._last = tree.runs[world.rank][1] - 1
-        self.partials = Partials(tree, world.rank)
+        self.partials = Partials(tree, world.rank, dtype)
         """Sums of the gradients of the shards that are done."""
         self.group: dist.ProcessGroup | None = None
         """Of this replica alone; None on a lone worker, like `reduction`."""

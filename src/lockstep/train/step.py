@@ -1,8 +1,9 @@
 """Steps that all workers make together, from one global batch.
 
-Everything is added along one tree over the shards, so that the result has the same bits on any number of workers. Where
-a wire encodes the gradients, they are added as it says instead: those of a worker's shards add up in `param.grad`, and
-buffers are those of the last shard that ran.
+Everything is added along one tree over the shards, so that the result has the same bits on any number of workers; with
+`wire.Half` all gradients and sums on that tree are rounded to 16 bits, wherever they come about. Where another wire
+encodes the gradients, they are added as it says instead: those of a worker's shards add up in `param.grad`, and buffers
+are those of the last shard that ran.
 
     run       each worker its shards, forward and backward; the last one's backward pass sends
     report    losses, weights and norms of all, in one small message
@@ -45,7 +46,7 @@ class Synchronous(Stepper):
     def __init__(self, options: TrainerOptions, *, starts_equal: bool = False) -> None:
         """`starts_equal`: all workers have the same weights and buffers already."""
         world = options.world
-        self._shards = Shards(options.tree, world, options.module) if options.wire is None else None
+        self._shards = Shards(options.tree, world, options.module, options.rounds_to) if options.keeps_bits else None
         model = DataParallel(
             options.module,
             init_sync=not starts_equal,
@@ -53,7 +54,7 @@ class Synchronous(Stepper):
             zero=options.zero,
             blocks=options.blocks,
             bucket_cap_mb=options.bucket_cap_mb,
-            wire=options.wire,
+            wire=None if options.keeps_bits else options.wire,
             shards=self._shards,
             keeps_units=True,
         )
@@ -61,8 +62,8 @@ class Synchronous(Stepper):
         model._engine.drive()
         if options.scaler is not None:
             model._engine.expect_overflows()
-        # With a wire DataParallel takes the mean over the workers, and a sum is meant.
-        self._loss_scale = float(world.size) if options.wire is not None else 1.0
+        # Without shards DataParallel takes the mean over the workers, and a sum is meant.
+        self._loss_scale = 1.0 if options.keeps_bits else float(world.size)
         self._took_s: list[float] = []
         """How long the forward pass of a shard of mean size took, for each of this step."""
         self._is_weighted: bool | None = None
@@ -79,7 +80,7 @@ class Synchronous(Stepper):
             if can_be_recorded(options.optimizer):
                 self._rates = DeviceRates(options.optimizer, world.device)
             # On several workers gradients leave during the passes, so these run as they are; bits are the same.
-            if world.size == 1 and options.wire is None:
+            if world.size == 1 and options.keeps_bits:
                 self._graphed = GraphedStep(options, self._compute, self._rates)
 
     def step(self, batch: GlobalBatch, seed: int, number: int) -> StepResult:

@@ -27,6 +27,7 @@ from lockstep.replica.data_parallel import DataParallel
 from lockstep.train.batches import BatchSource, LoaderOptions, check_data
 from lockstep.watching.watcher import Watcher
 from lockstep.weight import checked
+from lockstep.wire.plain import DTYPES, Half
 from lockstep.world import World
 
 LossFn = Callable[[nn.Module, Any], Any]
@@ -94,6 +95,16 @@ class TrainerOptions:
     def shard_range(self) -> tuple[int, int]:
         """The first of this worker's shards, and the one behind its last."""
         return self.tree.runs[self.world.rank]
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether gradients are added along the tree, so that bits do not depend on the number of workers."""
+        return self.wire is None or isinstance(self.wire, Half)
+
+    @property
+    def rounds_to(self) -> torch.dtype | None:
+        """What they are rounded to there, and every sum of them; None if not at all."""
+        return DTYPES[self.wire.dtype] if isinstance(self.wire, Half) else None
 
     @property
     def lr(self) -> float | Tensor:

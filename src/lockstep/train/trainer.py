@@ -2,8 +2,8 @@
 
 A global batch is cut into a fixed number of shards. What happens to a shard is a function of the weights, its samples
 and (seed, step, shard), whoever runs it; what comes of the shards is added along one tree over them. So the number of
-workers, the backend and what is split decide who computes what, and never what comes out. With a strategy or a wire
-that is given up for less communication: each says what it does to exactness.
+workers, the backend and what is split decide who computes what, and never what comes out. With a strategy, or a wire
+other than Half, that is given up for less communication: each says what it does to exactness.
 
 The trainer knows where the run is, in the data and in steps; a stepper makes the steps (see strategy.py).
 """
@@ -32,7 +32,7 @@ from lockstep.keep.pieces import Piece
 from lockstep.keep.save_load import Resumed, restore_from, restore_state, whole_state
 from lockstep.keep.save_load import load as load_checkpoint
 from lockstep.keep.save_load import save as save_checkpoint
-from lockstep.keep.state import TrainingState
+from lockstep.keep.state import TrainingState, settings_of
 from lockstep.keep.writing import Saving
 from lockstep.replica.batch_norm import SyncBatchNorm
 from lockstep.replica.optimizer import no_parameter
@@ -63,7 +63,9 @@ class Trainer:
         all come to the same bits. More shards than workers is gradient accumulation.
     clip: the largest norm of the gradient.
     zero, blocks, bucket_cap_mb: as of DataParallel. They change no bit.
-    wire: as of DataParallel. Gradients are added as the wire says then, and bits depend on the number of workers.
+    wire: as of DataParallel. With `wire.Half` gradients and sums of them are rounded to 16 bits wherever shards are
+        added: half the bytes, and still the same bits on any number of workers. Other wires encode what a worker
+        sends, so that bits depend on the number of workers.
     strategy: `lockstep.LocalSGD`, `DiLoCo` or `Async`, instead of one common step at a time.
     scheduler: stepped after every step, and saved with the rest.
     scaler: a `torch.amp.GradScaler`, for float16.
@@ -119,13 +121,6 @@ class Trainer:
                 f"strategy={type(strategy).__name__} in an elastic run: between their meetings its workers have "
                 "different weights, and what a lost one has learnt is nowhere else. Leave out strategy, or --elastic."
             )
-        if self.world.generations is not None and wire is not None and self.world.is_main:
-            warnings.warn(
-                "an elastic run with wire=...: what a wire makes of gradients depends on how many workers there are, "
-                "so the bits of the result depend on who is lost when; and what a lost worker had kept back for later "
-                "steps (error feedback) is gone with it. Without a wire neither is so.",
-                stacklevel=2,
-            )
         self.optimizer = optimizer
         self.seed = self.world.agree_on_seed() if seed is None else seeds.checked(seed)
         self.steps = 0
@@ -165,6 +160,13 @@ class Trainer:
             (RECHECK_STEPS if self.world.generations is not None else 0) if recheck_every is None else recheck_every,
             self._wants_change,
         )
+        if self.world.generations is not None and not self._options.keeps_bits and self.world.is_main:
+            warnings.warn(
+                "an elastic run with wire=...: what a wire makes of gradients depends on how many workers there are, "
+                "so the bits of the result depend on who is lost when; and what a lost worker had kept back for later "
+                "steps (error feedback) is gone with it. Without a wire, and with lockstep.wire.Half, neither is so.",
+                stacklevel=2,
+            )
         self._stepper = Synchronous(self._options) if strategy is None else strategy.open(self._options)
         self.model = self._stepper.model
         """The wrapped module, as `loss_fn` gets it."""
@@ -430,7 +432,8 @@ class Trainer:
         """All but tensors, as it was before the call under way."""
         feed = self._feed_in_use()
         before = feed.before if feed is not None else self._position
-        return {**self._progress(), "position": before.to_json(), "optimizer": self._plain}
+        plain = {**self._plain, "groups": settings_of(self.optimizer)}
+        return {**self._progress(), "position": before.to_json(), "optimizer": plain}
 
     def go_on_from_progress(self, progress: Mapping[str, Any], *, is_new: bool) -> None:
         """Take what `whole_progress` gave; a newcomer takes the position in the data too."""
