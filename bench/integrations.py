@@ -120,6 +120,7 @@ def variants(world, given):
 
         from lockstep.integrations.lightning import LockstepStrategy
 
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         found["lightning"] = (
             lambda: lightning_turn(world, given, lightning.pytorch.strategies.DDPStrategy()),
             lambda: lightning_turn(world, given, LockstepStrategy(process_group=shm)),
@@ -148,7 +149,6 @@ def main():
     parser.add_argument("--folder", default="/tmp/lockstep-bench-integrations")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with lockstep.join(seed=0, backend="gloo") as world:
         for library, (theirs, ours) in variants(world, given).items():
             times = {"ddp": [], "lockstep": []}

@@ -413,7 +413,10 @@ class World(Membership):
         vars(self).update(vars(open_place(self.generations)))
         self.hand_outs = HandOuts(self.size)
         self.peers.listen()
-        # What was registered last runs first at exit: the groups just opened must not be closed before this has ended.
+        self.leave_first_at_exit()  # The groups just opened must not be closed before this has ended.
+
+    def leave_first_at_exit(self) -> None:
+        """When the interpreter ends, leave before what has been opened so far is closed: last registered, first run."""
         atexit.unregister(self.leave)
         atexit.register(self.leave)
 

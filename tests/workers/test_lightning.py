@@ -1,5 +1,6 @@
 """Lightning and Fabric on Lockstep, with the real library: equal to the same training on one worker."""
 
+import itertools
 import logging
 import os
 import signal
@@ -17,9 +18,11 @@ from amount import some
 from models import difference, weights_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from vision import mend_torchvision
 
 import lockstep
 
+mend_torchvision()  # Which these libraries import where it is installed.
 pytest.importorskip("lightning", reason="needs the package lightning", exc_type=(ImportError, RuntimeError))
 
 DOUBLE = 1e-10
@@ -137,27 +140,44 @@ def test_shuffling_does_not_depend_on_the_number_of_workers(pool, tmp_path):
     assert all(difference(each, expected) < DOUBLE for each in pool.run(some([2], [3])[0], shuffled, str(tmp_path), 2))
 
 
-def interrupted(world, folder, zero, sharded, stop, resume):
-    """A fit of 10 steps that saves after `stop`, or goes on from there; the loader shuffles, and is in mid-epoch."""
+def interrupted(world, folder, zero, sharded, resume, stop, every=None):
+    """A fit of so many steps or epochs that begins anew or goes on; the loader shuffles. It saves by a callback.
+
+    That does it after `every` steps, or at the end of each epoch, when it has validated.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     torch.manual_seed(0 if not resume else 7)
     module = module_class()(batch_norm=False)
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=0.01)
     strategy = strategy_of(zero, seed=5, sharded_checkpoints=sharded)
-    trainer = trainer_of(strategy, folder, max_epochs=-1, max_steps=stop, enable_checkpointing=True)
-    path = f"{folder}/saved.ckpt"
-    trainer.fit(module, DataLoader(data(45), 8, shuffle=True), ckpt_path=path if resume else None, weights_only=False)
-    trainer.save_checkpoint(path)
+    saves = ModelCheckpoint(folder, "saved", enable_version_counter=False, every_n_train_steps=every)
+    stop = {"max_epochs": -1, **stop}
+    trainer = trainer_of(strategy, folder, enable_checkpointing=True, callbacks=[saves], **stop)
+    loaders = DataLoader(data(45), 8, shuffle=True), DataLoader(data(9), 4)
+    path = f"{folder}/saved.ckpt" if resume else None
+    trainer.fit(module, *loaders, ckpt_path=path, weights_only=False)
     return weights_of(module)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_checkpoint_is_gone_on_with_on_another_number_of_workers(pool, tmp_path, sharded):
+STOPS = {
+    "steps": [({"max_steps": 4}, 4), ({"max_steps": 9}, 9), ({"max_steps": 14}, None)],
+    "epochs": [({"max_epochs": 1}, 4), ({"max_epochs": 2}, None), ({"max_epochs": 3}, None)],
+}
+"""Of three fits, and after how many steps they save; an epoch has 6."""
+
+
+@pytest.mark.parametrize(
+    "sharded, unit", some([(False, "epochs"), (True, "steps")], itertools.product([False, True], STOPS))
+)
+def test_a_checkpoint_is_gone_on_with_on_another_number_of_workers(pool, tmp_path, sharded, unit):
     """Saved by 2 workers with zero=3 in mid-epoch, gone on with by 3 with zero=1, and then by 1 with none."""
-    whole = pool.run(1, interrupted, str(tmp_path / "whole"), 0, False, 14, False)[0]
+    first, second, last = STOPS[unit]
+    whole = pool.run(1, interrupted, str(tmp_path / "whole"), 0, False, False, *last)[0]
     folder = str(tmp_path / "cut")
-    pool.run(2, interrupted, folder, 3, sharded, 4, False)
-    pool.run(3, interrupted, folder, 1, sharded, 9, True)
-    assert difference(pool.run(1, interrupted, folder, 0, sharded, 14, True)[0], whole) < DOUBLE
+    pool.run(2, interrupted, folder, 3, sharded, False, *first)
+    pool.run(3, interrupted, folder, 1, sharded, True, *second)
+    assert difference(pool.run(1, interrupted, folder, 0, sharded, True, *last)[0], whole) < DOUBLE
 
 
 def manual(world, folder, zero):

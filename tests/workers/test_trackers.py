@@ -53,11 +53,11 @@ def train(world, trackers, steps=6):
         if number == steps:
             break
         trainer.step(batch)
-    watcher.close()
+    return watcher
 
 
 def own(world, path):
-    train(world, [Notes(path)])
+    train(world, [Notes(path)]).close()
 
 
 def test_a_tracker_of_ones_own_gets_all_steps(pool, tmp_path):
@@ -69,7 +69,7 @@ def test_a_tracker_of_ones_own_gets_all_steps(pool, tmp_path):
 
 
 def board(world, folder):
-    train(world, [TensorBoard(folder)])
+    train(world, [TensorBoard(folder)]).close()
 
 
 def test_tensorboard(pool, tmp_path):
@@ -88,8 +88,7 @@ sys.path.insert(0, {tests!r})
 import lockstep, test_trackers
 from lockstep.integrations.trackers import MLflow, WandB
 
-with lockstep.join() as world:
-    test_trackers.train(world, [{tracker}])
+test_trackers.train(lockstep.join(), [{tracker}])  # Both end by themselves at exit.
 """
 
 
@@ -100,7 +99,7 @@ def run_alone(tmp_path, tracker, **variables):
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
     ended = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 0 and "took no numbers" not in ended.stderr, ended.stderr
 
 
 @pytest.mark.timeout(240)

@@ -15,9 +15,11 @@ from amount import some
 from models import difference, weights_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from vision import mend_torchvision
 
 import lockstep
 
+mend_torchvision()  # Which these libraries import where it is installed.
 for each in ("transformers", "accelerate", "datasets"):
     pytest.importorskip(each, reason=f"needs the package {each}", exc_type=(ImportError, RuntimeError))
 

@@ -311,7 +311,7 @@ def _check(loader: Any) -> None:
             "the data set is an IterDataPipe, which torch's DataLoader cuts between workers and processes by "
             "itself: samples would be lost or repeated. Use an IterableDataset."
         )
-    if getattr(getattr(loader.dataset, "_distributed", None), "world_size", 1) > 1:
+    if is_split_by_node(loader.dataset):
         raise UsageError(
             "the data set was split by split_dataset_by_node, which gives each worker its part, and shard() would cut "
             "that again: samples would be lost. Give shard() a loader of the whole data set."
@@ -323,6 +323,11 @@ def _check(loader: Any) -> None:
                 "shard() would cut that again: samples would be lost. Remove it, and let batch_size be the "
                 "global batch: DataLoader(dataset, batch_size=..., shuffle=True)."
             )
+
+
+def is_split_by_node(dataset: Any) -> bool:
+    """Whether Hugging Face's `split_dataset_by_node` has left each worker its part of a stream."""
+    return bool(getattr(getattr(dataset, "_distributed", None), "world_size", 1) > 1)
 
 
 def _require_same_data(dataset: Any, world: World) -> None:

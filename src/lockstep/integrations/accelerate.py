@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
-from lockstep.data.loader import ShardedLoader
+from lockstep.data.loader import ShardedLoader, is_split_by_node
 from lockstep.errors import UsageError
-from lockstep.integrations.evaluation import for_evaluation
-from lockstep.integrations.optimizer_state import Groups, groups_of, restore_optimizer, whole_optimizer_state
+from lockstep.integrations.evaluation import rebatched
+from lockstep.integrations.optimizer_state import whole_state_of
 from lockstep.replica.data_parallel import DataParallel
 from lockstep.watching.watcher import Watcher
-from lockstep.world import World
 
 NO_TARGET = -100
 """What `labels` are where nothing is to be predicted, as torch's cross_entropy and transformers have it."""
@@ -40,9 +39,8 @@ NO_TARGET = -100
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
     """A sharded loader as an Accelerator knows loaders: it says when its last batch is out, and what it is made of."""
 
-    def __init__(self, loader: "ShardedLoader | DataLoader[Any]", world: World) -> None:
+    def __init__(self, loader: "ShardedLoader | DataLoader[Any]") -> None:
         self._loader = loader
-        self._world = world
         self.gradient_state = GradientState()
         self.num_samples: int | None = None
         """How many samples of the batch handed out last are this worker's; None where nobody knows."""
@@ -112,22 +110,13 @@ def _without_targets(batch: Any) -> Any:
 
 
 class WholeStateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """An optimizer that is split over the workers, whose `state_dict` is whole: every worker calls it."""
+    """An optimizer whose `state_dict` is whole, whatever is split over the workers: every worker calls it."""
 
-    def split_by(self, accelerator: "LockstepAccelerator") -> "WholeStateOptimizer":
-        """Know the accelerator, which has the model that this is split with; returns itself."""
-        self._accelerator = accelerator
-        self._state: dict[str, Any] | None = None
-        return self
+    _state: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's own would be were nothing split."""
-        if self._state is not None:
-            return self._state
-        model = self._accelerator.split_model
-        if model is None:
-            return self.optimizer.state_dict()  # type: ignore[no-any-return]
-        return whole_optimizer_state(model, self.optimizer, self._accelerator.groups)
+        return self._state or whole_state_of(self.optimizer, lockstep.join()).state_dict()
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
@@ -140,13 +129,7 @@ class WholeStateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take what `state_dict` gave, on any number of workers with any `zero`; every worker calls this."""
-        model = self._accelerator.split_model
-        if model is None:
-            self.optimizer.load_state_dict(state_dict)
-            return
-        with model.whole_params():
-            weights = {name: value.clone() for name, value in model.module.state_dict().items()}
-        restore_optimizer(model, self.optimizer, self._accelerator.groups, weights, state_dict)
+        whole_state_of(self.optimizer, lockstep.join()).load_state_dict(state_dict)
 
 
 class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -167,8 +150,6 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Begin to be one; for an accelerator that was made otherwise."""
         self.world = lockstep.join()
         self.zero = zero
-        self.groups: Groups = []
-        """Which parameters the optimizer had before it was split."""
         self._wrapping = dict(wrapping or {})
         self._to_split: torch.optim.Optimizer | None = None
         self._loss = torch.zeros((), device=self.device)
@@ -214,8 +195,6 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"zero={self.zero} splits the optimizer with its model: give both to one call, "
                 "accelerator.prepare(model, optimizer, ...), and one optimizer of each."
             )
-        if self.zero and optimizer is not None:
-            self.groups = groups_of(optimizer, prepared)
         device_ids = [self.device] if self.device.type != "cpu" else None
         handler = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
         options = {**handler, **self._wrapping}
@@ -229,7 +208,7 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As Accelerator's; its state stays whole for who asks."""
         if not self.zero or getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
-        prepared = WholeStateOptimizer(optimizer, device_placement=False, scaler=self.scaler).split_by(self)
+        prepared = WholeStateOptimizer(optimizer, device_placement=False, scaler=self.scaler)
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)
         return prepared
@@ -239,13 +218,11 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         if getattr(data_loader, "_is_accelerate_prepared", False) or not isinstance(data_loader, DataLoader):
             return super().prepare_data_loader(data_loader, device_placement, **options)
         device = False if device_placement is False or not self.device_placement else self.world.device
-        if getattr(getattr(data_loader.dataset, "_distributed", None), "world_size", 1) > 1:
-            prepared = PreparedLoader(data_loader, self.world)
-        else:
+        if not is_split_by_node(data_loader.dataset):
             if not self.split_batches:
                 data_loader = _times(data_loader, self.world.size)
-            data_loader = for_evaluation(data_loader, self.world.size)
-            prepared = PreparedLoader(lockstep.shard(data_loader, world=self.world, device=device), self.world)
+            data_loader = lockstep.shard(data_loader, world=self.world, device=device)
+        prepared = PreparedLoader(data_loader)
         prepared._is_accelerate_prepared = True
         self._dataloaders.append(prepared)
         return prepared
@@ -273,9 +250,7 @@ class LockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Load what is split: safetensors would have every parameter alone in its memory. Called by `load_state`."""
         model = self.split_model
         number = models.index(model) if model in models else -1
-        path = Path(folder) / (
-            f"{SAFE_MODEL_NAME}_{number}.safetensors" if number else f"{SAFE_MODEL_NAME}.safetensors"
-        )
+        path = Path(folder) / (SAFE_MODEL_NAME + (f"_{number}" if number else "") + ".safetensors")
         if model is not None and number >= 0 and path.exists():
             model.load_state_dict(load_file(path))
             models.remove(model)
@@ -346,19 +321,5 @@ def _times(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     """`loader` with batches of as many samples for all workers together as it had for one."""
     if loader.batch_size is None or size == 1:
         return loader
-    options: dict[str, Any] = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size * size,
-        drop_last=loader.drop_last,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        **options,
-    )
+    order = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
+    return rebatched(loader, batch_size=loader.batch_size * size, drop_last=loader.drop_last, **order)

@@ -46,9 +46,13 @@ def for_evaluation(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
     if last >= workers or not len(sampler):
         return loader
     even: Any = EvenBatches(sampler, loader.batch_size, workers)
+    return rebatched(loader, batch_sampler=even)
+
+
+def rebatched(loader: DataLoader[Any], **batches: Any) -> DataLoader[Any]:
+    """`loader` with other batches, whose options are given; all else is the same."""
     return DataLoader(
         loader.dataset,
-        batch_sampler=even,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -58,4 +62,5 @@ def for_evaluation(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
+        **batches,
     )

@@ -117,7 +117,7 @@ class Engine:
         """This worker's part of what is split."""
         self._shards = shards
         self._masters: Masters | None = None
-        self._split_optimizer: SplitOptimizer | None = None
+        self.split_optimizer: SplitOptimizer | None = None
         self._formats = [(param.shape, param.stride(), param.dtype) for param in self._params]
         """Of the parameters as they were given."""
         self.strategy: StrategyTensors | None = None
@@ -212,9 +212,9 @@ class Engine:
         else:
             self.reducer = Reducer(world, shared, buckets, placement, **more)
         if self.split is not None and options.optimizer is not None:
-            self._split_optimizer = SplitOptimizer(options.optimizer)
-            self._split_optimizer.point_at(params, self.split.parts)
-            self._split_optimizer.around_step(self.split.before_update, self.split.after_update)
+            self.split_optimizer = SplitOptimizer(options.optimizer)
+            self.split_optimizer.point_at(params, self.split.parts)
+            self.split_optimizer.around_step(self.split.before_update, self.split.after_update)
             allocator.trim()
         shared.buffers.see()
 
@@ -361,10 +361,10 @@ class Engine:
 
     def unsplit(self) -> None:
         """Give module and optimizer whole parameters again, of zeros: to be wrapped anew, and restored."""
-        if self._split_optimizer is None:
+        if self.split_optimizer is None:
             return
-        self._split_optimizer.point_back()
-        self._split_optimizer = None
+        self.split_optimizer.point_back()
+        self.split_optimizer = None
         self._make_whole()
 
     def _make_whole(self) -> None:
@@ -378,8 +378,8 @@ class Engine:
             self.reducer.release()
         elif self.split is not None:
             self.split.release()
-        if self._split_optimizer is not None:
-            self._split_optimizer.point_back()
+        if self.split_optimizer is not None:
+            self.split_optimizer.point_back()
         if self.split is not None:
             self._make_whole()
 

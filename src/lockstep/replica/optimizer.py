@@ -181,8 +181,8 @@ class SplitOptimizer:
         self._reference = weakref.ref(optimizer)
         self._owned: dict[Tensor, list[tuple[Fragment, nn.Parameter]]] = {}
         """By parameter, as the optimizer was given it."""
-        self._whole = [list(group["params"]) for group in optimizer.param_groups]
-        """What the groups hold where nothing is split."""
+        self.whole_groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
+        """What the optimizer's groups would hold were nothing split."""
         self._step_hooks: list[RemovableHandle] = []
 
     @property
@@ -216,7 +216,7 @@ class SplitOptimizer:
         for hook in self._step_hooks:
             hook.remove()
         vars(optimizer).pop("add_param_group", None)
-        for group, params in zip(optimizer.param_groups, self._whole, strict=False):
+        for group, params in zip(optimizer.param_groups, self.whole_groups, strict=True):
             group["params"] = params
         optimizer.state.clear()
 
@@ -231,6 +231,7 @@ class SplitOptimizer:
             stand_in = nn.Parameter(torch.zeros(0))
             add(self.optimizer, {**group, "params": [stand_in]})
             self.optimizer.param_groups[-1]["params"] = []
+        self.whole_groups.append(params)
 
     def _fragments_of(self, params: Sequence[Tensor]) -> list[Tensor]:
         found: list[Tensor] = []

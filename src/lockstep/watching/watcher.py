@@ -149,8 +149,10 @@ class Watcher:
 
     def track(self, trackers: Sequence[Tracker]) -> None:
         """Give these the numbers from now on."""
-        if self._collector is not None:
+        if self._collector is not None and trackers:
             self._collector.views.extend(Tracked(tracker) for tracker in trackers)
+            if (world := current()) is not None:
+                world.leave_first_at_exit()  # They get the last numbers then, and some end by themselves at exit.
 
     def close(self) -> None:
         """End the watching: write and print what was seen. Called by itself when the world ends; on every worker."""
