@@ -303,14 +303,14 @@ def from_checkpoint(folder, backend, zero=0, steps=STEPS):
 
 
 @pytest.mark.parametrize(
-    ("zero", "faults"),
+    ("backend", "zero", "faults"),
     [
-        (0, "; ".join(f"worker {number}: die at vote of step 10" for number in range(3))),
-        (3, "; ".join(f"worker {number}: die at vote of step 10" for number in range(2))),
+        ("shm", 0, "; ".join(f"worker {number}: die at vote of step 10" for number in range(3))),
+        ("gloo", 3, "; ".join(f"worker {number}: die at vote of step 10" for number in range(2))),
     ],
 )
-def test_where_the_state_is_lost_all_start_anew_from_the_checkpoint(tmp_path, undisturbed, zero, faults):
-    said = run(tmp_path / "run", from_checkpoint, faults=faults, backend="shm", zero=zero)
+def test_where_the_state_is_lost_all_start_anew_from_the_checkpoint(tmp_path, undisturbed, backend, zero, faults):
+    said = run(tmp_path / "run", from_checkpoint, faults=faults, backend=backend, zero=zero)
     assert hashes(said) == {undisturbed()}
     assert {result[2] for result in said["results"]} == {8}
     assert "all 3 start anew" in said["err"]

@@ -127,7 +127,7 @@ def dies(world, doing):
 class Survivor(Pool):
     """Two workers, of which only the first answers."""
 
-    def _collect(self, workers):
+    def _collect(self, workers, deadline):
         return [self._workers[0][1].recv()]
 
 
