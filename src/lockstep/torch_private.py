@@ -5,6 +5,7 @@ takes the plain way, or returns None where its caller has one; what has neither 
 for. `missing()` tells which names this torch lacks: a test runs it on the oldest and on the newest torch supported.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -27,6 +28,7 @@ NAMES = (
     "torch._C._distributed_c10d",
     "torch._C._distributed_c10d.Backend._get_sequence_number_for_group",
     "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.autograd._profiler_enabled",
     "torch.distributed.ProcessGroup._get_backend",
     "torch.distributed.distributed_c10d._abort_process_group",
     "torch.distributed.distributed_c10d._get_default_store",
@@ -73,6 +75,12 @@ def leave_out_of_compiler(modules: Sequence[str]) -> None:
     add = _found("torch._dynamo.trace_rules.add")
     for name in modules if add is not None else ():
         add(name)
+
+
+def profiled(name: str) -> contextlib.AbstractContextManager[object]:
+    """A block that has this name in a profile; nothing where no profiler runs, which is cheaper than torch's own."""
+    ask = _found("torch.autograd._profiler_enabled")
+    return torch.profiler.record_function(name) if ask is None or ask() else contextlib.nullcontext()
 
 
 # Tensors.

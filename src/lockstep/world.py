@@ -310,17 +310,19 @@ class World(Membership):
 
     def _gather_bytes(self, content: bytes, doing: str) -> list[bytes]:
         payload = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).byte()
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = payload.numel()
-        self._all_reduce(lengths, doing)
-        longest = int(lengths.max())
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        lengths = [int(length) for length in self._gather_alike(torch.tensor([payload.numel()]), doing)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: payload.numel()] = payload
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        parts = self._gather_alike(padded, doing)
+        return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+    def _gather_alike(self, mine: torch.Tensor, doing: str) -> list[torch.Tensor]:
+        """Every worker's tensor, by rank; all are of one shape."""
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
         with waited_for():
-            work = dist.all_gather(parts, padded, group=self.host_group, async_op=True)
+            work = dist.all_gather(parts, mine, group=self.host_group, async_op=True)
         self.wait(work, doing)
-        return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths.tolist(), strict=True)]
+        return parts
 
     def wait(self, work: Waitable | None, doing: Doing) -> None:
         """Wait for an operation in host memory, with the world's deadline; WorkerLost names who is missing."""

@@ -26,8 +26,6 @@ WANT_ERRORS = {
 }
 """Errors that Lockstep promises not to raise."""
 LOOK_INSIDE = {
-    "test_ddp_profiling_torch_profiler": "wants a profile with torch's search of the graph for unused parameters, "
-    "which is not made here: marks of what was used travel with the gradients",
     "test_ddp_native_mixed_precision_ignored_params": "wants `_mp_param` and `_fp_param` on parameters, between which "
     "torch's hooks swap memory around a pass; here a pass casts in its graph, and there are no such copies to read",
 }
@@ -37,6 +35,7 @@ HANDFUL = [
     *("test_ddp_apply_optim_in_backward_ignored_params", "test_ddp_static_graph_nested_types", "test_ddp_inference"),
     *("test_DistributedDataParallel_SyncBatchNorm", "test_ddp_uneven_inputs_stop_iteration_sync_bn"),
     *("test_ddp_logging_data_cpu", "test_skip_all_reduce_unused_parameters"),
+    "test_ddp_profiling_torch_profiler",
 ]
 COLLECTIVES = ["test_all_to_all", "test_sparse_all_reduce_sum"]
 GLOO_ALONE = {

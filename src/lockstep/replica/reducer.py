@@ -46,6 +46,7 @@ from lockstep.replica.optimizer import BackwardSteps
 from lockstep.replica.placement import Placement, SplitPlacement
 from lockstep.replica.reduction import CodedReduction, HookReduction, Partials
 from lockstep.replica.step_state import JoinMode, PassPhase, PassProgress, StepNotes, StepState
+from lockstep.torch_private import profiled
 from lockstep.weight import Weight, in_force, refuse_both, weigh_alike
 from lockstep.wire.auto import ChoosingReduction
 from lockstep.wire.reduction import WireReduction
@@ -330,7 +331,8 @@ class Reducer:
             self._world.events.emit(Kind.WAITING, self.step, spent_ns=now.spent_ns)
         if now.touched and None in self._queue.buckets.places:  # Accumulated, and perhaps not in the pass that sends.
             now.late.update(index for index in now.touched if self._has_no_place(index))
-        unused = self._queue.buckets.missing(now.touched)
+        with profiled("search_unused_parameters"):
+            unused = self._queue.buckets.missing(now.touched)
         self.is_graph_static = self.is_graph_static and self._unused in (None, unused)
         self._unused = unused
         try:
@@ -419,7 +421,7 @@ class Reducer:
         if self.observer is not None:
             self.observer.see_sums(self.step, self.buckets)
         if not self.step:
-            self._learn_order(self._world.gather_json(self._now.observed)[0])
+            self._learn_order(self._order_of_worker_0())
             if self._skips_unused:
                 used = self._notes.used()
                 self._queue.buckets.leave_out(index for index in range(len(used)) if not used[index])
@@ -505,6 +507,17 @@ class Reducer:
                 total = sparse.exchange(param, weight.factor, self._world, self.group)
                 if is_active:
                     param.grad = total if weight.divisor is None else total / weight.divisor
+
+    def _order_of_worker_0(self) -> list[int]:
+        """In which order worker 0 saw the gradients of this step; those that came in portions stand there twice."""
+        mine = self._now.observed
+        order = [*dict.fromkeys(mine), *(index for index, count in Counter(mine).items() if count > 1)]
+        told = torch.full((2 * len(self.shared.params),), -1)
+        told[: len(order)] = torch.tensor(order, dtype=torch.int64)
+        group = self._world.host_group
+        tell = partial(dist.broadcast, told, group=group, group_src=0, async_op=True)
+        finish(tell, self._world, told.device, "learning the order of gradients")
+        return [index for index in told.tolist() if index >= 0]
 
     def _learn_order(self, observed: Sequence[int]) -> None:
         """After the first step: expect gradients in the order in which worker 0 saw them.
