@@ -156,3 +156,19 @@ def test_lockstep_runs_on_it(tmp_path):
     script.write_text(TRAIN)
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", str(script)]
     assert subprocess.run(command, timeout=90).returncode == 0
+
+
+def with_uneven_batches(world):
+    """Worker 0 has a batch more. What counts those who are still there is waited for in C++ alone."""
+    model = DistributedDataParallel(net())
+    x, y = batch(0)
+    with model.join(divide_by_initial_world_size=False):
+        for number in range(3 - world.rank):
+            nn.functional.mse_loss(model(x), y).backward()
+            grads = [param.grad.clone() for param in model.parameters()]
+            model.zero_grad()
+            assert all(torch.isfinite(grad).all() for grad in grads), number
+
+
+def test_ddp_with_uneven_batches_by_the_number_of_those_left(pool):
+    pool.run(2, on_shm, with_uneven_batches)

@@ -59,6 +59,10 @@ def _will_wait() -> bool:
     return getattr(_CALLER, "will_wait", False)
 
 
+KEPT_BYTES, NUM_KEPT = 64, 256
+"""Works on so few bytes are kept until so many others have come: see Queue."""
+
+
 class ShmWork(dist.Work):
     """One operation, under way or done. Done by the thread that calls `finish`, waited for by any."""
 
@@ -227,6 +231,9 @@ class Queue:
         self._closed = False
         self._change = threading.Condition()
         self._thread: threading.Thread | None = None
+        # torch's DDP leaves the count of a pass (under `join`) to its reducer in C++ and drops it here: without its
+        # Python half a work of Python's class never ends there.
+        self._kept: deque[ShmWork] = deque(maxlen=NUM_KEPT)
         self._done = ShmWork(name, [])
         self._done.finish()
 
@@ -261,6 +268,8 @@ class Queue:
     def submit(self, name: str, operation: Operation, outputs: object) -> ShmWork:
         """Have `operation` carried out in its turn; return at once."""
         work = ShmWork(name, outputs, queue=self, is_awake=not (self._can_be_helped and _will_wait()))
+        if isinstance(outputs, list) and sum(getattr(each, "nbytes", KEPT_BYTES) for each in outputs) < KEPT_BYTES:
+            self._kept.append(work)
         with self._change:
             self._waiting.append((work, operation))
             if work.is_awake:
