@@ -154,6 +154,8 @@ class DataParallel(AsDDP):
 
     def _take_up(self) -> None:
         reduce_dtype = self._ddp_precision.reduce_dtype if self._ddp_precision is not None else None
+        if self._ddp_precision is not None:
+            self._ddp_precision.name_dtypes()
         reducer = self._engine.reducer
         if reducer is not None and reduce_dtype is not None:
             reducer.use_hook((reducer.group, reduce_dtype), reduce_in)

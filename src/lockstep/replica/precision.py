@@ -106,6 +106,17 @@ class DDPPrecision:
                 if buffer.is_floating_point() and name not in self._ignored:
                     buffer.data = buffer.data.to(wanted.buffer_dtype)
 
+    def name_dtypes(self) -> None:
+        """Let parameters say by torch's names what a pass computes with, which has memory in a pass alone, and updates.
+
+        Called when they lie where they are to stay.
+        """
+        for name, param in self._module.named_parameters():
+            if self._param_dtype is not None and param.is_floating_point() and name not in self._ignored:
+                named: Any = param
+                named._mp_param = param.detach().new_empty(0, dtype=self._param_dtype)
+                named._fp_param = param.detach()
+
     def call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output for these inputs, computed in the smaller dtype."""
         if self._param_dtype is None:
