@@ -250,6 +250,47 @@ def test_over_shm_parts_outlive_their_owners(tmp_path, undisturbed, faults, zero
     assert bool(list((tmp_path / "run").glob("*.chosen"))) == serve_copies
 
 
+def loads_another(folder, path, backend=None, zero=0, kills=False):
+    """After five steps all go on from the checkpoint of another run; three steps later one is killed."""
+    lockstep.join(timeout=60, backend=backend)
+    trainer = make("mlp", zero)
+    has_loaded = False
+    while trainer.steps < STEPS:
+        for batch in trainer.batches(samples("mlp"), batch_size=40, epochs=100):
+            if trainer.steps == (STEPS if has_loaded else 5):
+                break
+            if kills and has_loaded and trainer.steps == 7 and trainer.world.size == 3 and trainer.world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            trainer.step(batch)
+        if not has_loaded:
+            trainer.load(path)
+            has_loaded = True
+    return digest(trainer), trainer.steps
+
+
+def saves_another(folder):
+    lockstep.join()
+    trainer = make("mlp")
+    for batch in trainer.batches(samples("mlp"), batch_size=40):
+        trainer.step(batch)
+        with torch.no_grad():
+            for param in trainer.model.parameters():
+                param.mul_(1.1)
+        if trainer.steps == 4:
+            trainer.save(Path(folder, "checkpoint"))
+            break
+    return digest(trainer), trainer.steps
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_what_was_before_a_checkpoint_was_loaded_does_not_come_back(tmp_path, backend):
+    run(tmp_path / "other", saves_another, workers=1, elastic=None)
+    options = {"path": str(tmp_path / "other" / "checkpoint")}
+    wanted = hashes(run(tmp_path / "one", loads_another, workers=1, elastic=None, **options))
+    options |= {"backend": backend, "zero": 1, "kills": True}
+    assert hashes(run(tmp_path / "run", loads_another, elastic={"max_restarts": 0}, **options)) == wanted
+
+
 def test_one_is_left_and_goes_on_alone(tmp_path, undisturbed):
     faults = "worker 0: die at vote of step 5; worker 2: die at exchange of step 7"
     said = run(tmp_path / "run", faults=faults, elastic={"max_restarts": 0}, backend="shm")

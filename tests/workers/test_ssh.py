@@ -136,7 +136,9 @@ def test_an_interrupted_starter_and_a_host_that_cannot_be_reached(sshd, tmp_path
     run = start(tmp_path, "", *words)
     assert run.wait(60) == 2
     assert "the first host is 127.0.0.1, where no.such.host.invalid cannot reach it" in said(tmp_path)
-    run = start(tmp_path, "", *words, "--meet", "127.0.0.1:29417")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    run = start(tmp_path, "", *words, "--meet", f"127.0.0.1:{port}")
     assert run.wait(60) == 255
     assert "lockstep run: it could not be started on no.such.host.invalid (exit code 255)" in said(tmp_path)
     assert "Could not resolve hostname" in said(tmp_path)

@@ -61,12 +61,12 @@ class Live:
         self._trainer, self._arena, self._rank = trainer, arena, world.rank
         words = arena[: world.size * _WORD_BYTES].view(torch.int64)
         self._words = words[:: _WORD_BYTES // words.itemsize]
-        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
-        """Where each tensor of this worker's optimizer lies."""
-        for values, key, value in _tensors(trainer.optimizer):
+        self._slots: dict[tuple[Tensor, str], Tensor] = {}
+        """Where each tensor of this worker's optimizer lies, by parameter and key."""
+        for (param, key), value in _tensors(trainer.optimizer).items():
             flat = arena[begin : begin + value.nbytes].view(value.dtype)
-            values[key] = flat.view(value.shape).copy_(value)
-            self._slots.append((values, key, values[key]))
+            slot = trainer.optimizer.state[param][key] = flat.view(value.shape).copy_(value)
+            self._slots[param, key] = slot
             begin += _room(value)
         self._index: list[list[Any]] = []
         """Of all workers' state: name, shape, first element, number of elements, dtype by name, first byte."""
@@ -81,9 +81,9 @@ class Live:
         if not shares_memory(world.group, world.device):
             return None
         assert world.group is not None
-        held = _tensors(trainer.optimizer)
-        is_movable = all(value.is_contiguous() and value.device.type == "cpu" for *_, value in held)
-        rooms = world.gather_json(sum(_room(value) for *_, value in held) if is_movable else None)
+        held = _tensors(trainer.optimizer).values()
+        is_movable = all(value.is_contiguous() and value.device.type == "cpu" for value in held)
+        rooms = world.gather_json(sum(map(_room, held)) if is_movable else None)
         if None in rooms:
             return None
         begins = list(itertools.accumulate(rooms, initial=world.size * _WORD_BYTES))
@@ -98,12 +98,14 @@ class Live:
 
     def mark(self, call: int) -> None:
         """The calls before `call` have taken effect on this worker."""
-        if len(self._slots) != len(_tensors(self._trainer.optimizer)):
-            return  # It has begun to keep more, which is nowhere here: the word stays what the update has set it to.
-        for values, key, slot in self._slots:
-            if values.get(key) is not slot:  # It keeps a new tensor after every step.
-                slot.copy_(values[key])
-                values[key] = slot
+        optimizer = self._trainer.optimizer
+        now = _tensors(optimizer)
+        if _kinds(now) != _kinds(self._slots):
+            self._set(_CHANGING)  # It has begun to keep something else, which is nowhere here.
+            return
+        for (param, key), value in now.items():
+            if value is not (slot := self._slots[param, key]):  # It makes new tensors in its steps.
+                optimizer.state[param][key] = slot.copy_(value)
         for name, buffer in self._trainer.module.named_buffers():
             self._buffers[name].copy_(buffer)
         self._set(call)
@@ -147,14 +149,18 @@ class Live:
         return index if not self._trainer.whole_progress()["optimizer"]["scalars"] else None
 
 
-def _tensors(optimizer: optim.Optimizer) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """All tensors of an optimizer's state, and where it has them."""
-    return [
-        (values, key, value)
-        for values in optimizer.state.values()
+def _tensors(optimizer: optim.Optimizer) -> dict[tuple[Tensor, str], Tensor]:
+    """All tensors of an optimizer's state, by parameter and key."""
+    return {
+        (param, key): value
+        for param, values in optimizer.state.items()
         for key, value in values.items()
         if isinstance(value, Tensor)
-    ]
+    }
+
+
+def _kinds(tensors: dict[tuple[Tensor, str], Tensor]) -> dict[tuple[Tensor, str], Any]:
+    return {place: (value.shape, value.dtype) for place, value in tensors.items()}
 
 
 def _room(tensor: Tensor) -> int:

@@ -164,6 +164,17 @@ class Recovery:
             self._balance.see(current.members, times)
             self.is_due = is_change_due or self._balance.is_due(current.members, self._counts)
 
+    def forget_state(self) -> None:
+        """The state was set to that of a checkpoint: what is kept of the one before must not come back."""
+        self._snapshots = Snapshots()
+        self._steps.clear()
+        self._drop_live()
+
+    def _drop_live(self) -> None:
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
     def begin_source(self, source: int) -> bool:
         """The script comes to this source of batches. A newcomer waits to be let in; False if the run is beyond."""
         if not self._generations.is_waiting:
@@ -325,9 +336,7 @@ class Recovery:
         trainer.go_on_from_progress(rest, is_new=is_new)
         # Now, not when the steps since then have been made again: the next loss may come meanwhile.
         self._snapshots.take(world, call, trainer.pieces(), rest, 0.0)
-        if self._live is not None:
-            self._live.close()
-            self._live = None
+        self._drop_live()
         self._num_replayed = 0
         for again in range(call, most):
             faults.at("replay", again)

@@ -107,9 +107,9 @@ class DDPPrecision:
                     buffer.data = buffer.data.to(wanted.buffer_dtype)
 
     def name_dtypes(self) -> None:
-        """Let parameters say by torch's names what a pass computes with, which has memory in a pass alone, and updates.
+        """Let parameters tell, by torch's names, the dtypes that a pass computes with and that is updated.
 
-        Called when they lie where they are to stay.
+        `_mp_param` never has elements: a pass casts in its graph. Called when parameters lie where they are to stay.
         """
         for name, param in self._module.named_parameters():
             if self._param_dtype is not None and param.is_floating_point() and name not in self._ignored:

@@ -513,6 +513,8 @@ class Trainer:
             )
 
     def _go_on_from(self, stored: Mapping[str, Any]) -> None:
+        if self._recovery is not None:
+            self._recovery.forget_state()
         self._take_progress(stored)
         self._position = Position.from_json(stored["position"])
         self._num_sources = 0
